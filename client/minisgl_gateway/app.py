@@ -67,6 +67,16 @@ _ERRORS: Final = (400, 401, 404, 405, 408, 413, 415, 429, 431, 499, 500, 503, 50
 _RESPONSES: Final[dict[int | str, dict[str, Any]]] = {
     status: {"model": schema.ErrorAnswer} for status in _ERRORS
 }
+_PREFIXES: Final = ("api", "openai", "v1")
+"""Parts of a path that callers repeat or leave out."""
+_ELSEWHERE: Final = {
+    "chat": "/v1/chat/completions",
+    "completion": "/v1/completions",
+    "embed": "/v1/embeddings",
+    "generate": "/v1/completions",
+    "tags": "/v1/models",
+}
+"""Routes of other APIs (llama.cpp's, Ollama's), and the most similar ones here."""
 
 
 def create_app(options: GatewayOptions, telemetry: Telemetry) -> ASGIApp:
@@ -292,15 +302,3 @@ def _near_route(app: FastAPI, path: str) -> str | None:
     near += sorted(ends, key=len, reverse=True)
     near += difflib.get_close_matches(path[:100], routes, n=1, cutoff=0.75)
     return next((f"{routes[one]} {one}" for one in near if one in routes), None)
-
-
-_PREFIXES: Final = ("api", "openai", "v1")
-"""Parts of a path that callers repeat or leave out."""
-_ELSEWHERE: Final = {
-    "chat": "/v1/chat/completions",
-    "completion": "/v1/completions",
-    "embed": "/v1/embeddings",
-    "generate": "/v1/completions",
-    "tags": "/v1/models",
-}
-"""Routes of other APIs (llama.cpp's, Ollama's), and the most similar ones here."""

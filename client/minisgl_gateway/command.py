@@ -26,6 +26,7 @@ from minisgl_gateway.gateway_options import GatewayOptions
 
 _SEND_BUFFER_BYTES: Final = 64 * 2**10
 """Small, so that a client that does not read is noticed soon."""
+_ORIGIN: Final = re.compile(r"[a-z][a-z0-9+.-]*://([a-z0-9_.-]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?")
 _KEEP_ALIVE_S: Final = 75
 """How long a connection may wait for its next request. Proxies such as nginx and load balancers of
 clouds keep theirs for 60 s, and lose a request that they send into one that is being closed."""
@@ -304,9 +305,6 @@ def _check_servers(servers: Sequence[str], triton: str) -> None:
         raise click.UsageError("--triton does not go with --server: name each server by --server")
     if len(set(servers)) < len(servers):
         raise click.UsageError("--server names one server twice")
-
-
-_ORIGIN: Final = re.compile(r"[a-z][a-z0-9+.-]*://([a-z0-9_.-]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?")
 
 
 def _is_loopback(host: str) -> bool:

@@ -16,7 +16,6 @@ from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 
 from minisgl_backend.build import build_engine
 from minisgl_backend.config import DEMO_MODEL, EngineOptions
@@ -152,12 +151,7 @@ class LLM:
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _outputs(self, call: Call) -> Generator[Output, None, None]:

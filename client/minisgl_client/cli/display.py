@@ -8,7 +8,6 @@ comes from.
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import Final
 
 from markdown_it import MarkdownIt
@@ -43,12 +42,7 @@ class MarkdownDisplay:
         self._live.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._live.update(_drawn(self._open))
         self._live.stop()
 

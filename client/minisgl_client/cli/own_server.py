@@ -19,7 +19,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
-from types import TracebackType
 from typing import Final
 
 import click
@@ -65,12 +64,7 @@ class OwnServer:
     def __enter__(self) -> OwnServer:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._end()
 
     def wait_ready(self, show: Callable[[str], None]) -> str:

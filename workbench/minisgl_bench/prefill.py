@@ -41,6 +41,35 @@ def first_token_ms(
     return (sink.times_s[0] - sink.sent_s) * 1e3, sink.num_cached_tokens
 
 
+def figures_of(
+    engine: Engine, prompts: list[IntArray], repeats: int, num_prompt_logprobs: int | None
+) -> dict[str, float]:
+    """The figures of ``repeats`` requests of one length, after one that compiles the kernels that
+    are left. Takes their prompts, and those with log-probabilities, from the end of ``prompts``."""
+    both = num_prompt_logprobs is not None
+    first_token_ms(engine, prompts.pop())
+    if both:
+        first_token_ms(engine, prompts.pop(), num_prompt_logprobs)
+    measured, scored_ms = [], []
+    for _ in range(repeats):
+        measured.append(first_token_ms(engine, prompts.pop()))
+        if both:
+            scored_ms.append(first_token_ms(engine, prompts.pop(), num_prompt_logprobs)[0])
+    length, times_ms = len(prompts[0]), [ms for ms, _ in measured]
+    median_ms = statistics.median(times_ms)
+    figures = {
+        "prompt_tokens": length,
+        "cached_tokens": min(num_cached for _, num_cached in measured),
+        "median_ms": round(median_ms, 3),
+        "least_ms": round(min(times_ms), 3),
+        "tokens_per_s": round(length / median_ms * 1e3),
+    }
+    if both:
+        figures["prompt_logprobs_ms"] = round(statistics.median(scored_ms), 3)
+        figures["times_as_long"] = round(statistics.median(scored_ms) / median_ms, 3)
+    return figures
+
+
 @click.command(cls=EngineCommand)
 @engine_options
 @click.option(
@@ -99,29 +128,7 @@ def prefill(
                     )
                     for index in range((repeats + 1) * (1 + both) + 1)
                 ]
-                first_token_ms(engine, prompts.pop())
-                if both:
-                    first_token_ms(engine, prompts.pop(), prompt_logprobs)
-                measured, scored = [], []
-                for _ in range(repeats):
-                    measured.append(first_token_ms(engine, prompts.pop()))
-                    if both:
-                        scored.append(first_token_ms(engine, prompts.pop(), prompt_logprobs)[0])
-                times = [ms for ms, _ in measured]
-                more: dict[str, float] = {}
-                if both:
-                    scored_ms = statistics.median(scored)
-                    more["prompt_logprobs_ms"] = round(scored_ms, 3)
-                    more["times_as_long"] = round(scored_ms / statistics.median(times), 3)
-                report.add(
-                    batch=1,
-                    prompt_tokens=length,
-                    cached_tokens=min(num_cached for _, num_cached in measured),
-                    median_ms=round(statistics.median(times), 3),
-                    least_ms=round(min(times), 3),
-                    tokens_per_s=round(length / statistics.median(times) * 1e3),
-                    **more,
-                )
+                report.add(batch=1, **figures_of(engine, prompts, repeats, prompt_logprobs))
                 if trace is not None:
                     path = labelled(trace, str(length)) if len(lengths) > 1 else trace
                     with profiled(path):

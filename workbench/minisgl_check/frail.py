@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Final
 
 import torch
@@ -49,36 +50,14 @@ class Frailty:
     def parts(self) -> Parts:
         """The parts of an engine, or of a rank other than 0."""
 
-        def engine(
-            info: EngineInfo,
-            scheduler: ports.Scheduler,
-            executor: ports.Executor,
-            *,
-            overlap: bool,
-            grammars: Grammars | None = None,
-            adapters: Adapters | None = None,
-        ) -> Engine:
-            return FrailEngine(
-                self,
-                info,
-                scheduler,
-                executor,
-                overlap=overlap,
-                grammars=grammars,
-                adapters=adapters,
-            )
-
         def scheduler(cache: KVCache, config: SchedulerConfig) -> ports.Scheduler:
             cache = FrailCache(self, cache)
             return FrailScheduler(self, Scheduler(cache, config), cache)
 
-        def executor(wrapped: RankExecutor) -> RankExecutor:
-            return FrailExecutor(self, wrapped)
-
         return Parts(
-            engine=engine,
+            engine=partial(FrailEngine, self),
             scheduler=scheduler,
-            executor=executor,
+            executor=partial(FrailExecutor, self),
             watch_logits=self.break_logits,
             follower="minisgl_check.frail_rank",
         )

@@ -55,7 +55,7 @@ def build_engine(options: EngineOptions, parts: Parts = STANDARD) -> EngineBase:
 
 
 def build_engine_alone(
-    options: EngineOptions, parts: Parts = STANDARD, *, watch: TreeWatch | None = None
+    options: EngineOptions, parts: Parts, *, watch: TreeWatch | None = None
 ) -> Engine:
     """One engine, whatever ``options`` say about replicas; ``watch`` follows its prefix cache."""
     facts = _resolved(options)

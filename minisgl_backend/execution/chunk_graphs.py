@@ -142,7 +142,7 @@ class ChunkGraphs:
         most = sum(_lengths(self._sizes[-1], max_rows))
         self._buffer = torch.empty(most, dtype=torch.int32, device=device.torch_device)
 
-        def captured(what: str, sizes: Sequence[int], *, grouped: bool) -> Captured[Tensor]:
+        def graphs_of(what: str, sizes: Sequence[int], *, grouped: bool) -> Captured[Tensor]:
             return capture(
                 device,
                 what,
@@ -153,13 +153,12 @@ class ChunkGraphs:
                 progress=progress,
             )
 
-        plain = captured("number of tokens", self._sizes, grouped=False)
-        self._graphs = {False: plain}
+        self._graphs = {False: graphs_of("number of tokens", self._sizes, grouped=False)}
         """By whether steps are grouped."""
         self._take_groups = take_groups or (lambda groups: False)
         if take_groups is not None:
             larger = [size for size in self._sizes if size >= _LEAST_GROUPED]
-            self._graphs[True] = captured("number of tokens, grouped", larger, grouped=True)
+            self._graphs[True] = graphs_of("number of tokens, grouped", larger, grouped=True)
 
     @property
     def captured(self) -> list[Captured[Tensor]]:

@@ -87,14 +87,7 @@ def build_model(
         )
     _cast(model, dtype)
     _allocate(model, device)
-    for module in model.modules():
-        if isinstance(module, (MergedColumnLinear, RowLinear)):
-            module.matrix.lay_out(device)
-        elif isinstance(module, HeadNorm) and not module.weighted:
-            module.reset()
-    for module in model.modules():
-        if isinstance(module, ExpertsMLP):
-            module.lay_out()
+    _lay_out(model, device)
     if load_format == "dummy":
         fill_random(collect_places(model), seed, dtype)
     elif load_format == "auto":
@@ -217,3 +210,16 @@ def _allocate(model: Decoder, device: torch.device) -> None:
         for name, planned in list(module.named_parameters(recurse=False)):
             empty = torch.empty(planned.shape, dtype=planned.dtype, device=device)
             setattr(module, name, nn.Parameter(empty, requires_grad=False))
+
+
+def _lay_out(model: Decoder, device: torch.device) -> None:
+    """Arrange the memory as kernels want it, and fill what no checkpoint holds."""
+    for module in model.modules():
+        if isinstance(module, (MergedColumnLinear, RowLinear)):
+            module.matrix.lay_out(device)
+        elif isinstance(module, HeadNorm) and not module.weighted:
+            module.reset()
+    # after the linear layers: those of a shared expert may move into the memory of the others
+    for module in model.modules():
+        if isinstance(module, ExpertsMLP):
+            module.lay_out()

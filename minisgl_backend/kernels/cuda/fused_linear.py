@@ -212,7 +212,7 @@ class FusedLinear:
         launches = torch.zeros(blocks, dtype=torch.int32, device=self._device)
         return _Joined(tiles, pairs, launches)
 
-    def _kernel_for(self, num_rows: int, *, adapted: bool = False) -> _CutKernel:
+    def _kernel_for(self, num_rows: int, *, adapted: bool) -> _CutKernel:
         kernels = self._kernels[adapted]
         return kernels[min(batch for batch in kernels if num_rows <= batch)]
 

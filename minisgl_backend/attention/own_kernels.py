@@ -1,6 +1,7 @@
 """This package's own kernels: the backends ``triton``, ``cuda`` and the batch-invariant one.
 
 The Triton kernels take every page size, window and KV dtype; the CUDA C++ kernels only decode.
+Passes on the inputs of ``attention.base`` as kernels take them; must not know how these compute.
 """
 
 from __future__ import annotations

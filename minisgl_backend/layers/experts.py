@@ -1,7 +1,7 @@
 """A mixture of experts (``FeedForward``): gated MLPs, of which a router picks a few for each token.
 
-``expert_memory`` knows which experts a rank holds, and ``kernels.experts`` says what is computed
-with them.
+``router`` knows how experts are chosen, ``expert_memory`` which ones a rank holds, and
+``kernels.experts`` what is computed with them. Must not know rows, pages, or which layer it is in.
 """
 
 from __future__ import annotations

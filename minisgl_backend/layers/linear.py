@@ -2,7 +2,8 @@
 
 Column-parallel layers hold a slice of the outputs. Row-parallel layers hold a slice of the inputs
 and sum over the ranks, as in Megatron-LM (arXiv 1909.08053). A layer multiplies by a ``Matrix``,
-which knows how its weight is stored.
+which knows how its weight is stored and which kernel computes a GEMM. Must not know what a model
+consists of.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A norm is applied where its result is needed: in the GEMM that reads it, or with the residual add
 before it. ``Normed`` says how much of it has been done. A norm also knows whether its reader
-multiplies tokens in 8 bits, so that its kernel can round them.
+multiplies tokens in 8 bits, so that its kernel can round them. Must not know which layer reads it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """A thread that takes things one after another, in the order in which they came.
 
 A model's ``execute`` puts its requests on lanes and returns, so that tritonserver hands over the
-next ones while these are worked on. Must not know what it takes.
+next ones while these are worked on. How many lanes the detokenizer has is said here, since the
+engine's process must know it, too. A lane must not know what it takes.
 """
 
 from __future__ import annotations

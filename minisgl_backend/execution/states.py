@@ -8,7 +8,7 @@ launches. These are the slots:
     [num_rows]                    the dummy row, whose states no request reads
     [num_rows + 1, num_slots)     snapshots
 
-The corrections that rows' states may lack (``kernels.gated_delta.Pending``) are beside them, and
+The corrections that rows' states may lack (``gated_delta.PendingCorrections``) are beside them, and
 are none when a slot is copied.
 """
 
@@ -23,7 +23,7 @@ import torch
 from minisgl_backend.device.base import Device
 from minisgl_backend.execution.flat_batch import FlatBatch
 from minisgl_backend.kernels.delta_runs import BLOCK, Run, Runs, num_blocks, runs_table
-from minisgl_backend.kernels.gated_delta import LayerStates, Pending
+from minisgl_backend.kernels.gated_delta import LayerStates, PendingCorrections
 from minisgl_backend.models.spec import DeltaSpec
 from minisgl_backend.plan import NO_SNAPSHOT, WHOLE_EVERY
 from minisgl_backend.request import IntArray
@@ -54,7 +54,7 @@ class StateStorage:
         self._matrices = torch.zeros(matrices, dtype=state_dtype, device=device)
         readers = torch.zeros((num_slots, shape.num_key_heads), dtype=torch.int32, device=device)
         pending = partial(
-            Pending.none,
+            PendingCorrections.none,
             num_rows + 1,
             shape.num_key_heads,
             shape.num_heads,

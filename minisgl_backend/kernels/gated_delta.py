@@ -44,7 +44,7 @@ _EPS: Final = 1e-6
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Pending:
+class PendingCorrections:
     """The corrections that a layer's ``matrices`` lack, by row; that of the token at position p has
     the place p % WHOLE_EVERY. All are contiguous.
 
@@ -68,7 +68,7 @@ class Pending:
         key_dim: int,
         value_dim: int,
         device: torch.device | None = None,
-    ) -> Pending:
+    ) -> PendingCorrections:
         """For rows that have no states yet."""
         keys = torch.zeros(num_rows, num_key_heads, WHOLE_EVERY, key_dim, device=device)
         corrections = torch.zeros(num_rows, num_heads, WHOLE_EVERY, value_dim, device=device)
@@ -92,7 +92,7 @@ class LayerStates:
     conv: Tensor
     matrices: Tensor
     readers: Tensor
-    pending: Pending
+    pending: PendingCorrections
 
 
 @dataclass(frozen=True, slots=True, eq=False)

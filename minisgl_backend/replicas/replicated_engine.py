@@ -51,7 +51,7 @@ from minisgl_backend.request import (
     TokenId,
 )
 from minisgl_backend.routing.cache_index import CacheIndex
-from minisgl_backend.routing.router import Balance, Capacity, Placement, Router
+from minisgl_backend.routing.router import Balance, Placement, ReplicaCapacity, Router
 from minisgl_backend.runtime.engine_base import EngineBase, EngineInfo, Health, ReplicaStats
 from minisgl_backend.runtime.open_requests import OpenRequest
 from minisgl_backend.runtime.recorder import EngineStats, Observations
@@ -144,7 +144,7 @@ class ReplicatedEngine(EngineBase):
         self._router = Router(
             self._cache_index,
             page_size=first.page_size,
-            capacity=Capacity(
+            capacity=ReplicaCapacity(
                 first.max_running_requests, options.max_prefill_tokens, min(num_pages)
             ),
             balance=balance,

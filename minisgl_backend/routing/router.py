@@ -63,7 +63,7 @@ class Balance:
 
 
 @dataclass(frozen=True, slots=True)
-class Capacity:
+class ReplicaCapacity:
     """What a replica can hold: rows, prompt tokens of one step, pages."""
 
     rows: int
@@ -97,7 +97,7 @@ class Router:
         index: CacheIndex,
         *,
         page_size: int,
-        capacity: Capacity,
+        capacity: ReplicaCapacity,
         balance: Balance | None = None,
         num_adapter_slots: int = 0,
     ) -> None:

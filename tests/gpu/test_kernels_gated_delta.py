@@ -12,7 +12,12 @@ import torch
 from minisgl_backend.kernels import gated_delta
 from minisgl_backend.kernels.delta_runs import Run, Runs, num_blocks, runs_table
 from minisgl_backend.kernels.dispatch import is_interpreted
-from minisgl_backend.kernels.gated_delta import DeltaInputs, DeltaWeights, LayerStates, Pending
+from minisgl_backend.kernels.gated_delta import (
+    DeltaInputs,
+    DeltaWeights,
+    LayerStates,
+    PendingCorrections,
+)
 from minisgl_backend.plan import WHOLE_EVERY
 from tests.gpu.compare import TOLERANCE, assert_close, relative_error
 
@@ -69,7 +74,7 @@ def made_states(
             conv.clone()[:, 1],
             matrices.clone()[:, 1],
             readers,
-            Pending.none(slots, key_heads, heads, key_dim, value_dim, device),
+            PendingCorrections.none(slots, key_heads, heads, key_dim, value_dim, device),
         )
         for _ in range(2)
     )

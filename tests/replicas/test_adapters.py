@@ -23,7 +23,7 @@ from minisgl_backend.replicas.adapters import ReplicatedAdapters
 from minisgl_backend.replicas.messages import Message
 from minisgl_backend.request import Adapter, AdapterFacts, Request, SamplingParams
 from minisgl_backend.routing.cache_index import CacheIndex
-from minisgl_backend.routing.router import Capacity, Router
+from minisgl_backend.routing.router import ReplicaCapacity, Router
 from minisgl_backend.runtime.engine_base import EngineBase
 from minisgl_kit.adapters import write_adapter
 from tests.parallel.engines import Answer, some_prompts, wait_for_all
@@ -181,7 +181,7 @@ def test_requests_go_where_their_adapter_is_unless_that_is_busy() -> None:
     router = Router(
         CacheIndex(3, 1000),
         page_size=4,
-        capacity=Capacity(rows=10, prefill_tokens=1000, pages=1000),
+        capacity=ReplicaCapacity(rows=10, prefill_tokens=1000, pages=1000),
         num_adapter_slots=2,
     )
     rng = np.random.default_rng(0)
@@ -210,7 +210,9 @@ def test_requests_go_where_their_adapter_is_unless_that_is_busy() -> None:
 
 
 def test_slots_hold_the_adapters_of_the_last_requests() -> None:
-    router = Router(CacheIndex(1, 10), page_size=4, capacity=Capacity(1, 1, 1), num_adapter_slots=2)
+    router = Router(
+        CacheIndex(1, 10), page_size=4, capacity=ReplicaCapacity(1, 1, 1), num_adapter_slots=2
+    )
     for adapter_id in (1, 2, 1, 3):
         router.adapters.expect(0, adapter_id)
     assert [router.adapters.holders(adapter_id) for adapter_id in (1, 2, 3)] == [1, 0, 1]

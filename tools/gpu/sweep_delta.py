@@ -24,7 +24,7 @@ from minisgl_backend.kernels.gated_delta import (
     DeltaInputs,
     DeltaWeights,
     LayerStates,
-    Pending,
+    PendingCorrections,
     delta_step,
 )
 from minisgl_backend.plan import WHOLE_EVERY
@@ -62,7 +62,7 @@ def made_layer(num_heads: int, num_rows: int, dtype: torch.dtype, device: torch.
         conv=normal(num_rows, num_channels, WIDTH - 1),
         matrices=normal(num_rows, num_heads, HEAD_DIM, HEAD_DIM).to(dtype),
         readers=torch.zeros(num_rows, KEY_HEADS, dtype=torch.int32, device=device),
-        pending=Pending.none(num_rows, KEY_HEADS, num_heads, HEAD_DIM, HEAD_DIM, device),
+        pending=PendingCorrections.none(num_rows, KEY_HEADS, num_heads, HEAD_DIM, HEAD_DIM, device),
     )
     return normal(num_rows, num_heads, HEAD_DIM), inputs, weights, states
 

@@ -28,7 +28,7 @@ from minisgl_backend.cli.options import POSITIVE, POSITIVE_INT, SEED, FiniteRang
 from minisgl_backend.request import IntArray
 from minisgl_backend.routing.cache_index import CacheIndex
 from minisgl_backend.routing.keys import Keys, Replicas
-from minisgl_backend.routing.router import Balance, Capacity, Placement, Router
+from minisgl_backend.routing.router import Balance, Placement, ReplicaCapacity, Router
 from minisgl_bench.garbage import frozen_objects
 from minisgl_kit.report import Report, json_option
 
@@ -208,7 +208,7 @@ class Simulation:
         self._router = rule(
             self._cache_index,
             page_size=_PAGE_SIZE,
-            capacity=Capacity(_NUM_ROWS * scale, _STEP_TOKENS * scale, num_pages),
+            capacity=ReplicaCapacity(_NUM_ROWS * scale, _STEP_TOKENS * scale, num_pages),
             balance=balance,
         )
         self._engines = [

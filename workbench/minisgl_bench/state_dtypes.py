@@ -22,7 +22,7 @@ from minisgl_backend.kernels.gated_delta import (
     DeltaInputs,
     DeltaWeights,
     LayerStates,
-    Pending,
+    PendingCorrections,
     delta_step,
 )
 from minisgl_bench.logits import first_device
@@ -123,7 +123,7 @@ def _states(dtype: torch.dtype, device: torch.device) -> LayerStates:
         conv=torch.zeros(1, _num_channels(), 3, device=device),
         matrices=torch.zeros(1, num_heads, _SIZE, _SIZE, dtype=dtype, device=device),
         readers=torch.zeros(1, num_heads, dtype=torch.int32, device=device),
-        pending=Pending.none(1, num_heads, num_heads, _SIZE, _SIZE, device),
+        pending=PendingCorrections.none(1, num_heads, num_heads, _SIZE, _SIZE, device),
     )
 
 

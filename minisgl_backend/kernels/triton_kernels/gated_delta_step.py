@@ -236,7 +236,7 @@ def launch_step(
 ) -> None:
     """See ``minisgl_backend.kernels.gated_delta.delta_step``. ``weights``: the convolution's
     weight, the decay's log rates and biases, and the norm's weight. ``states``: the fields of a
-    ``LayerStates``, and ``pending`` those of its ``Pending``."""
+    ``LayerStates``, and ``pending`` those of its ``PendingCorrections``."""
     conv, (inputs, matrices, readers) = weights[0], states
     num_rows, (num_heads, key_dim, value_dim) = len(slots), matrices.shape[1:]
     if num_rows == 0:

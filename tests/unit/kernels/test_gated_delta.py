@@ -11,7 +11,7 @@ from minisgl_backend.kernels.gated_delta import (
     DeltaInputs,
     DeltaWeights,
     LayerStates,
-    Pending,
+    PendingCorrections,
     causal_conv,
     causal_conv_step_reference,
     delta_rule,
@@ -105,7 +105,7 @@ def test_runs_give_what_steps_give() -> None:
             conv.clone(),
             matrices.clone(),
             torch.zeros(6, KEY_HEADS, dtype=torch.int32),
-            Pending.none(6, KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM),
+            PendingCorrections.none(6, KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM),
         )
         for _ in range(2)
     )

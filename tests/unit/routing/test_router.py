@@ -19,7 +19,7 @@ from minisgl_backend.request import IntArray
 from minisgl_backend.routing.cache_index import CacheIndex
 from minisgl_backend.routing.expected import ExpectedNode, ExpectedPrefixes
 from minisgl_backend.routing.keys import Keys, PrefixKeys
-from minisgl_backend.routing.router import Balance, Capacity, Placement, Router
+from minisgl_backend.routing.router import Balance, Placement, ReplicaCapacity, Router
 
 PAGE_SIZE = 2
 NUM_REPLICAS = 3
@@ -204,7 +204,7 @@ def make_router(
     return Router(
         CacheIndex(num_replicas, NUM_PAGES),
         page_size=PAGE_SIZE,
-        capacity=Capacity(rows=num_rows, prefill_tokens=1000, pages=1000),
+        capacity=ReplicaCapacity(rows=num_rows, prefill_tokens=1000, pages=1000),
         balance=Balance(**balance),
     )
 

@@ -302,7 +302,8 @@ class Failed:
     error: MiniSGLError
 
 
-Event: TypeAlias = Admitted | PromptLogprobs | Generated | Embedded | Finished | Failed
+TerminalEvent: TypeAlias = Finished | Failed
+Event: TypeAlias = Admitted | PromptLogprobs | Generated | Embedded | TerminalEvent
 Sink: TypeAlias = Callable[[Event], None]
 """Takes the events of one request. Called on the engine's thread, so it must only enqueue."""
 

@@ -30,6 +30,7 @@ from minisgl_backend.request import (
     PromptLogprobs,
     Request,
     RequestId,
+    TerminalEvent,
     TokenId,
     TokenLogprobs,
 )
@@ -112,9 +113,9 @@ class Mailbox:
         self._submitter = submitter
         self._num_waiting_tokens = len(prepared.samples[0].prompt)
         self._wake_after = _tokens_per_wake(prepared.start)
-        self._events: deque[
-            tuple[int, PromptLogprobs | Generated | Embedded | Finished | Failed]
-        ] = deque()
+        self._events: deque[tuple[int, PromptLogprobs | Generated | Embedded | TerminalEvent]] = (
+            deque()
+        )
         self._is_announced = False
         self._num_cached_tokens: int | None = None
         self._prompt_logprobs: list[TokenLogprobs | None] = []

@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import Final, TypeAlias
 
 from minisgl_backend.replicas.messages import Update, encode_event
-from minisgl_backend.request import Event, Failed, Finished, Generated, RequestId, TokenId
+from minisgl_backend.request import Event, Generated, RequestId, TerminalEvent, TokenId
 
 Happened: TypeAlias = Update | tuple[RequestId, Event]
 """An event of a request, or an update about anything else."""
@@ -60,7 +60,7 @@ class Gatherer:
         self._updates.append(encode_event(request_id, event))
         self._published.clear()
         self._is_urgent = True
-        if isinstance(event, Finished | Failed):
+        if isinstance(event, TerminalEvent):
             self._begun.discard(request_id)
 
     def _add_update(self, update: Update) -> None:

@@ -48,6 +48,7 @@ from minisgl_backend.request import (
     Request,
     RequestId,
     Sink,
+    TerminalEvent,
     TokenId,
 )
 from minisgl_backend.routing.cache_index import CacheIndex
@@ -99,7 +100,7 @@ class _Sample:
     num_until_page: int = 1
     num_positions: int = 0
     """The prompt's tokens and the sample's own, up to the last one at such a place."""
-    end: Finished | Failed | None = None
+    end: TerminalEvent | None = None
 
 
 class _Tokens(NamedTuple):
@@ -339,7 +340,7 @@ class ReplicatedEngine(EngineBase):
             return ()
         else:
             sample.prompt.has_told = True
-            if isinstance(event, Finished | Failed):
+            if isinstance(event, TerminalEvent):
                 return [self._end(sample, event)]
         return [(entry.sink, event)]
 
@@ -395,7 +396,7 @@ class ReplicatedEngine(EngineBase):
         return [self._end(sample, sample.end or error, is_placed=False) for sample in samples]
 
     def _end(
-        self, sample: _Sample, event: Finished | Failed, *, is_placed: bool = True
+        self, sample: _Sample, event: TerminalEvent, *, is_placed: bool = True
     ) -> tuple[Sink, Event]:
         """Forget a request, and count it; returns the delivery that is due."""
         entry, prompt = sample.entry, sample.prompt

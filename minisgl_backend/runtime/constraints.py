@@ -26,10 +26,11 @@ from minisgl_backend.request import (
     IntArray,
     Request,
     RequestId,
+    TerminalEvent,
     TokenId,
 )
 
-_END_OF: Final[Mapping[State, Finished | Failed]] = MappingProxyType(
+_END_OF: Final[Mapping[State, TerminalEvent]] = MappingProxyType(
     {
         State.COMPLETE: Finished(FinishReason.STOP),
         State.TOO_COMPLEX: Failed(InvalidRequest("the grammar is too complex")),
@@ -161,7 +162,7 @@ class Constraints:
 
     def follow(
         self, plan: StepPlan, masks: StepMasks, token_ids: IntArray
-    ) -> dict[RequestId, Finished | Failed]:
+    ) -> dict[RequestId, TerminalEvent]:
         """Let the matchers of a step's masked rows take its tokens; returns the requests that end
         because of it. ``token_ids`` are those of all rows of the step, masked or not."""
         assert self._grammars is not None

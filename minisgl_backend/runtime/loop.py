@@ -38,7 +38,15 @@ import numpy as np
 from minisgl_backend.errors import EngineFailure, EngineLost, InvariantError, MiniSGLError
 from minisgl_backend.grammar.matchers import Grammars
 from minisgl_backend.plan import Pending, SampledTokens, StepPlan
-from minisgl_backend.request import Event, Failed, Finished, FinishReason, Request, RequestId
+from minisgl_backend.request import (
+    Event,
+    Failed,
+    Finished,
+    FinishReason,
+    Request,
+    RequestId,
+    TerminalEvent,
+)
 from minisgl_backend.runtime.adapters import Adapters, Fetched
 from minisgl_backend.runtime.constraints import Compiled, Constraints, StepMasks
 from minisgl_backend.runtime.open_requests import OpenRequest, OpenRequests
@@ -58,7 +66,7 @@ class Abort:
     """End a request with ``event``; ignored if the request is no longer open."""
 
     request_id: RequestId
-    event: Finished | Failed
+    event: TerminalEvent
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,7 +378,7 @@ class Loop:
 
     def _follow_grammars(
         self, flight: _Flight, tokens: SampledTokens
-    ) -> dict[RequestId, Finished | Failed]:
+    ) -> dict[RequestId, TerminalEvent]:
         """Let matchers take the tokens of a step; returns the requests that their grammars end.
 
         Then begins the masks of the next step, before any other work: the device waits for them.
@@ -381,9 +389,7 @@ class Loop:
         self._begin_masks()
         return ended
 
-    def _end_by_grammars(
-        self, ended: dict[RequestId, Finished | Failed], result: StepResult
-    ) -> None:
+    def _end_by_grammars(self, ended: dict[RequestId, TerminalEvent], result: StepResult) -> None:
         """Add the requests that their grammars end to ``result``, unless they have ended already.
         An end by the grammar replaces an end by length."""
         for request_id, event in ended.items():

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 
 from minisgl_backend.request import (
-    Failed,
-    Finished,
     FloatArray,
     IntArray,
     PromptLogprobs,
     RequestId,
+    TerminalEvent,
     TokenLogprobs,
 )
 
@@ -29,7 +28,7 @@ class StepResult:
     token_ids: IntArray
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     scored: list[tuple[RequestId, PromptLogprobs]] = field(default_factory=list)
-    ended: dict[RequestId, Finished | Failed] = field(default_factory=dict)
+    ended: dict[RequestId, TerminalEvent] = field(default_factory=dict)
     embedded: list[tuple[RequestId, FloatArray]] = field(default_factory=list)
 
 

@@ -45,6 +45,7 @@ from minisgl_backend.request import (
     PromptLogprobs,
     Request,
     RequestId,
+    TerminalEvent,
     TokenLogprobs,
 )
 from minisgl_backend.scheduling.adapter_places import AdapterPlaces
@@ -375,7 +376,7 @@ class Scheduler:
         rows, token_ids, logprobs = self._rows, tokens.token_ids, tokens.logprobs
         if len(token_ids) != len(sample_rows):
             raise InvariantError(f"{len(token_ids)} tokens for {len(sample_rows)} rows")
-        ended: dict[RequestId, Finished | Failed] = {}
+        ended: dict[RequestId, TerminalEvent] = {}
         accepted = rows.accepting[sample_rows]  # [num_samples], as are token_ids
         failed = token_ids == NO_TOKEN
         if failed.any():

@@ -56,7 +56,7 @@ _SPLITS: Final = np.array([1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32])
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class SharedCut:
     """How groups are cut: tiles of ``tile`` query heads, iterations of ``block`` positions, and
     ``per_processor`` programs that a multiprocessor runs at the same time."""
 
@@ -67,7 +67,7 @@ class Cut:
     per_processor: int
 
 
-FASTEST: Final = Cut(tile=64, block=64, num_warps=4, stages=3, per_processor=2)
+FASTEST: Final = SharedCut(tile=64, block=64, num_warps=4, stages=3, per_processor=2)
 """The fastest on an H200, for all numbers of heads and types of pages that were tried."""
 
 
@@ -83,7 +83,7 @@ class SharedShape:
     head_dim: int
     processors: int
     is_fp8: bool = False
-    cut: Cut = FASTEST
+    cut: SharedCut = FASTEST
 
     @property
     def rows_of_tile(self) -> int:

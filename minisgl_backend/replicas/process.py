@@ -58,7 +58,7 @@ class Owner(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class ReplicaPlace:
     """Where a replica runs: ``environment`` holds variables that its process gets besides those of
     this one, ``cores`` the processor cores that it may use; if empty, all."""
 
@@ -73,7 +73,7 @@ class ReplicaProcess:
         self,
         number: int,
         command: Sequence[str],
-        place: Place,
+        place: ReplicaPlace,
         options: Mapping[str, object],
     ) -> None:
         """``command`` gets three more arguments: the number, the descriptor of its socket and the

@@ -19,7 +19,7 @@ from minisgl_backend.errors import ConfigError, InvalidRequest, Recovering
 from minisgl_backend.model_check import checked_spec
 from minisgl_backend.models.hub import resolve_model
 from minisgl_backend.precheck import check_options
-from minisgl_backend.replicas.process import Place, ReplicaProcess
+from minisgl_backend.replicas.process import ReplicaPlace, ReplicaProcess
 from minisgl_backend.replicas.replicated_engine import ReplicatedEngine
 from minisgl_backend.resolve import device_kind
 from minisgl_backend.runtime.engine_base import EngineInfo
@@ -99,22 +99,22 @@ def _start_all(replicas: Sequence[ReplicaProcess]) -> list[EngineInfo]:
     return infos
 
 
-def gpu_places(number: int, ranks: int, environment: Mapping[str, str]) -> list[Place]:
+def gpu_places(number: int, ranks: int, environment: Mapping[str, str]) -> list[ReplicaPlace]:
     """A GPU for each rank of each replica, in the order in which this process sees them."""
     seen = environment.get(_GPUS, "").split(",")
     names = seen if seen != [""] else [str(index) for index in range(number * ranks)]
     return [
-        Place(environment={_GPUS: ",".join(names[index * ranks : (index + 1) * ranks])})
+        ReplicaPlace(environment={_GPUS: ",".join(names[index * ranks : (index + 1) * ranks])})
         for index in range(number)
     ]
 
 
-def cpu_places(number: int, cores: Sequence[int]) -> list[Place]:
+def cpu_places(number: int, cores: Sequence[int]) -> list[ReplicaPlace]:
     """Processor cores for each replica, neighbours together. If there are fewer cores than
     replicas, they are shared."""
     share = max(1, len(cores) // number)
     return [
-        Place(
+        ReplicaPlace(
             environment={},
             cores=frozenset(cores[(index * share + i) % len(cores)] for i in range(share)),
         )

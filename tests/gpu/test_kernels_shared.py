@@ -15,8 +15,8 @@ from minisgl_backend.kernels.dispatch import is_interpreted, num_processors
 from minisgl_backend.kernels.shared_attention import (
     FASTEST,
     MOST_SLOTS,
-    Cut,
     SharedAttention,
+    SharedCut,
     SharedShape,
 )
 from tests.gpu.compare import assert_close
@@ -59,7 +59,7 @@ class SharedDecoding:
         page_size: int = 16,
         window: int | None = None,
         fp8: bool = False,
-        cut: Cut = FASTEST,
+        cut: SharedCut = FASTEST,
     ):
         torch.manual_seed(batch_size)
         kv_dtype = FP8 if fp8 else dtype
@@ -164,7 +164,7 @@ def test_partial_results_of_shared_positions(
 ) -> None:
     if is_interpreted() and heads != HEADS[4]:
         pytest.skip("slow")
-    cut = Cut(tile=16, block=32, num_warps=4, stages=2, per_processor=50)
+    cut = SharedCut(tile=16, block=32, num_warps=4, stages=2, per_processor=50)
     case = SharedDecoding(
         heads, PATTERNS[pattern], device=device, dtype=dtype, page_size=page_size, cut=cut
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from email.message import Message
 from typing import Any, Final, TypeVar
 
@@ -123,7 +123,7 @@ def _explained(error: ValidationError, fields: Mapping[str, Any]) -> ApiError:
     complaints = _about_one_value(error.errors(include_url=False))
     first = complaints[0]
     kind, given = first["type"], first["input"]
-    place = _place(first["loc"], fields, is_missing=kind == "missing")
+    place = _place(first, fields)
     if kind.startswith("union_tag"):
         if not isinstance(given, dict):
             message = f"{place} must be an object, got {shown(given)}"
@@ -212,19 +212,43 @@ def _about_one_value(errors: Sequence[ErrorDetails], depth: int = 0) -> Sequence
     return _about_one_value(members[0], depth + 1)
 
 
-def _place(loc: tuple[int | str, ...], fields: Any, *, is_missing: bool) -> str:
-    """A place such as ``messages[0].content``, without the member of a union that was tried.
+def _place(error: ErrorDetails, fields: Any) -> str:
+    """A place such as ``messages[0].content``, without the members of unions that were tried.
 
-    What is not a name in ``fields`` is such a member or, at the end, the name of what
-    ``is_missing`` there.
+    A member stands before the names in it, and may be called like one of them: of a part
+    ``{"type": "text", "text": ...}`` it is ``text``. So what is found at the place decides which
+    is meant.
     """
-    place = ""
-    value = fields
-    for depth, part in enumerate(loc, start=1):
-        if isinstance(part, int):
-            place += f"[{part}]"
-            value = value[part] if isinstance(value, list) else None
-        elif isinstance(value, dict) and (part in value or (is_missing and depth == len(loc))):
-            place += f".{part}" if place else part
-            value = value.get(part)
-    return place
+    readings = list(_readings(error["loc"], fields, error["type"]))
+    given = error["input"]
+    fitting = (place for place, found in readings if given in (found, _without_nulls(found)))
+    return next(fitting, readings[0][0]).removeprefix(".")
+
+
+def _readings(loc: tuple[int | str, ...], value: Any, kind: str) -> Iterator[tuple[str, Any]]:
+    """The places that ``loc`` may be in ``value``, each with the input of an error of this kind
+    there: the value itself, or the object that lacks it."""
+    if not loc:
+        yield "", value
+        return
+    part, rest = loc[0], loc[1:]
+    if isinstance(part, int):
+        item = value[part] if isinstance(value, list) else None
+        for place, found in _readings(rest, item, kind):
+            yield f"[{part}]{place}", found
+        return
+    if kind == "missing" and not rest:
+        yield f".{part}", value
+        return
+    if isinstance(value, dict) and part in value:
+        for place, found in _readings(rest, value[part], kind):
+            yield f".{part}{place}", found
+    if rest or kind != "extra_forbidden":  # which ends with a name
+        yield from _readings(rest, value, kind)  # a member of a union
+
+
+def _without_nulls(value: Any) -> Any:
+    """An object as schemas see it."""
+    if not isinstance(value, dict):
+        return value
+    return {name: member for name, member in value.items() if member is not None}

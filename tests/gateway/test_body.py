@@ -11,11 +11,14 @@ from minisgl_gateway.chat import Policy, Template
 from minisgl_gateway.conversion import chat_of
 from minisgl_gateway.dialects.choice import dialect_of
 from minisgl_gateway.errors import ApiError
+from minisgl_gateway.messages.schema import MessagesRequest
+from minisgl_gateway.responses.schema import ResponsesRequest
 from minisgl_gateway.schema import (
     ChatCompletionRequest,
     CompletionRequest,
     GenerationRequest,
 )
+from minisgl_gateway.strict_schema import Body
 from pydantic import ValidationError
 
 TEMPLATE = Template(dialect_of(None, "hermes"))
@@ -31,7 +34,7 @@ def completion(**fields: Any) -> CompletionRequest:
     return parse(CompletionRequest, json.dumps({"model": "m", "prompt": "Hi", **fields}).encode())
 
 
-def refused(body: bytes, kind: type[GenerationRequest] = CompletionRequest) -> ApiError:
+def refused(body: bytes, kind: type[Body] = CompletionRequest) -> ApiError:
     with pytest.raises(ApiError) as caught:
         parse(kind, body)
     error = caught.value
@@ -197,6 +200,71 @@ def test_what_is_wrong_is_said(name: str, value: Any, message: str) -> None:
     """If a value may have several forms, the message is about the one that it nearly has."""
     kind = ChatCompletionRequest if name == "messages" else CompletionRequest
     assert told(kind, **{name: value}).message.startswith(message)
+
+
+TEXT = {"type": "text", "text": "Hi"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "param"),
+    [
+        (MessagesRequest, {"system": [{**TEXT, "mood": 1}]}, "system[0].mood"),
+        (
+            MessagesRequest,
+            {"messages": [{"role": "user", "content": [{**TEXT, "mood": 1}]}]},
+            "messages[0].content[0].mood",
+        ),
+        (
+            MessagesRequest,
+            {"messages": [{"role": "user", "content": [{**TEXT, "mood": "Hi"}]}]},
+            "messages[0].content[0].mood",
+        ),
+        (
+            MessagesRequest,
+            {"messages": [{"role": "user", "content": [{**TEXT, "citations": [1]}]}]},
+            "messages[0].content[0].citations",
+        ),
+        (
+            MessagesRequest,
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": 7}]}]},
+            "messages[0].content[0].text",
+        ),
+        (
+            ResponsesRequest,
+            {"tools": [{"type": "function", "function": {"name": "f"}, "strict": None}]},
+            "tools[0].name",
+        ),
+        (
+            ResponsesRequest,
+            {"tool_choice": {"type": "function", "function": {"name": "f"}}},
+            "tool_choice.name",
+        ),
+        (
+            ResponsesRequest,
+            {"text": {"format": {"type": "json_schema", "json_schema": {"name": "f"}}}},
+            "text.format.name",
+        ),
+        (
+            ChatCompletionRequest,
+            {"tools": [{"type": "function", "function": {"strict": True}}]},
+            "tools[0].function.name",
+        ),
+        (
+            ChatCompletionRequest,
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
+            "response_format.json_schema.name",
+        ),
+    ],
+)
+def test_a_place_has_names_alone_though_types_are_called_alike(
+    kind: type[Body], fields: dict[str, Any], param: str
+) -> None:
+    required = {"model": "m", "max_tokens": 1, "messages": MESSAGES}
+    if kind is ResponsesRequest:
+        required = {"model": "m", "input": "Hi"}
+    error = refused(json.dumps({**required, **fields}).encode(), kind)
+    assert error.param == param
+    assert param in error.message
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""HTTP as uvicorn speaks it, with bounds on how long clients may neither send nor read.
+"""HTTP as uvicorn speaks it, with bounds on how long clients may neither send nor read, and with
+answers that clients of HTTP/1.0 understand.
 
 Must not know routes, or what is sent.
 
@@ -16,6 +17,7 @@ from http import HTTPStatus
 from typing import ClassVar, Final
 
 from prometheus_client import Counter
+from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from minisgl_gateway.errors import ApiError
@@ -36,6 +38,7 @@ def protocol_of(options: GatewayOptions, telemetry: Telemetry) -> type[BoundedPr
     return Protocol
 
 
+_WITHOUT_CHUNKS: Final = ("0.9", "1.0")
 _UPGRADE: Final = re.compile(rb"^Upgrade(?=:)", re.IGNORECASE)
 """An offer to speak another protocol, which Java's client makes to every server. No other protocol
 is spoken here, but if the parser sees the offer, it does not read the body. So the header's name is
@@ -69,7 +72,31 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._app, self.app = self.app, self._answer
         self._await_head()
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run the application. Clients of HTTP/1.0 know neither chunks nor "100 Continue": to them
+        an answer of unknown length ends with its connection."""
+        cycle = self._answered
+        is_measured = True
+
+        async def send_plainly(message: Message) -> None:
+            nonlocal is_measured
+            assert cycle is not None
+            if message["type"] == "http.response.start":
+                is_measured = any(name == b"content-length" for name, _ in message["headers"])
+                if not is_measured:
+                    cycle.chunked_encoding = False
+            elif not is_measured:
+                cycle.expected_content_length = len(message.get("body", b""))
+            await send(message)
+
+        if cycle is None or scope["http_version"] not in _WITHOUT_CHUNKS:
+            await self._app(scope, receive, send)
+        else:
+            cycle.waiting_for_100_continue = False
+            await self._app(scope, receive, send_plainly)
 
     def data_received(self, data: bytes) -> None:
         begin = 0

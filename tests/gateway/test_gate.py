@@ -274,6 +274,39 @@ def test_a_body_that_is_no_http(guarded: Gateway) -> None:
     assert raw(guarded, post(b"zz\r\n", "Transfer-Encoding: chunked")).startswith(b"HTTP/1.1 400 ")
 
 
+def test_clients_of_older_http_get_neither_chunks_nor_permission(guarded: Gateway) -> None:
+    """They know neither: the end of the connection ends a stream, and the body comes unasked."""
+    body = json.dumps({**LONG, "max_tokens": 3, "stream": True}).encode()
+    data = post(body, f"Content-Length: {len(body)}", "Expect: 100-continue")
+    head, _, rest = data.replace(b"HTTP/1.1", b"HTTP/1.0").partition(b"\r\n\r\n")
+    found = b""
+    with socket.create_connection(guarded.address, timeout=PATIENCE_S) as connection:
+        connection.sendall(head + b"\r\n\r\n")
+        time.sleep(0.05)  # in which permission would come
+        connection.sendall(rest)
+        while piece := connection.recv(65536):
+            found += piece
+    head, _, events = found.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 ")
+    assert b"transfer-encoding" not in head.lower()
+    assert b"connection: close" in head.lower()
+    assert all(line.startswith(b"data: ") for line in events.split(b"\n") if line)
+    assert events.endswith(b"data: [DONE]\n\n")
+
+
+def test_a_whole_answer_for_older_http(guarded: Gateway) -> None:
+    body = json.dumps({**LONG, "max_tokens": 3}).encode()
+    data = post(body, f"Content-Length: {len(body)}").replace(b"HTTP/1.1", b"HTTP/1.0")
+    with socket.create_connection(guarded.address, timeout=PATIENCE_S) as connection:
+        connection.sendall(data)
+        found = b""
+        while piece := connection.recv(65536):
+            found += piece
+    head, _, answer = found.partition(b"\r\n\r\n")
+    assert f"content-length: {len(answer)}".encode() in head.lower()
+    assert json.loads(answer)["usage"]["completion_tokens"] == 3
+
+
 def test_offers_to_speak_something_else_are_not_taken(guarded: Gateway) -> None:
     """Requests are answered as they are, with their bodies."""
     offer = {

@@ -80,22 +80,22 @@ def with_single_calls(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str
     many messages, each with its result behind it; what else the message says comes with the
     first."""
     told: list[Mapping[str, Any]] = []
-    placed: list[Mapping[str, Any]] = []
-    """Results that came right after their calls, before their turn."""
+    placed: set[int] = set()
+    """By ``id``: results that came right after their calls, before their turn."""
     for index, message in enumerate(messages):
-        if any(message is result for result in placed):
+        if id(message) in placed:
             continue
         calls = message.get("tool_calls") or ()
         if len(calls) < 2:
             told.append(message)
             continue
-        results = _results(messages[index + 1 :])
+        results = _results(messages, index + 1)
         for call in calls:
             told.append({**message, "tool_calls": [call]})
             message = {"role": message["role"], "content": ""}
             if (result := results.get(call.get("id"))) is not None:
                 told.append(result)
-                placed.append(result)
+                placed.add(id(result))
     return told
 
 
@@ -107,9 +107,10 @@ def with_text_as_thoughts(message: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**message, "content": "", "reasoning_content": thoughts}
 
 
-def _results(messages: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """The results that these messages begin with, by call; later calls may have the same ids."""
-    results = takewhile(lambda message: message["role"] == "tool", messages)
+def _results(messages: Sequence[Mapping[str, Any]], begin: int) -> dict[str, Mapping[str, Any]]:
+    """The results that stand at ``begin``, by call; later calls may have the same ids."""
+    rest = (messages[at] for at in range(begin, len(messages)))
+    results = takewhile(lambda message: message["role"] == "tool", rest)
     return {result["tool_call_id"]: result for result in results if "tool_call_id" in result}
 
 

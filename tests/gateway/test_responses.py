@@ -116,6 +116,17 @@ def test_nothing_is_lost_of_what_an_assistant_says_around_a_call(
     assert len(message["tool_calls"]) == 1
 
 
+@pytest.mark.timeout(60)  # it would take minutes if each text met all others
+def test_very_many_texts_of_an_answer() -> None:
+    said = {"role": "assistant", "content": "One."}
+    called = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    items = read(input=[called, said]).input
+    assert isinstance(items, list)
+    (message,) = messages_of(items * 80_000, no_item)
+    assert len(message["content"]) == 80_000
+    assert len(message["tool_calls"]) == 80_000
+
+
 def test_messages_of_an_assistant_in_a_row_stay_apart() -> None:
     said = {"role": "assistant", "content": "One."}
     assert messages(said, said) == [said, said]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
+from minisgl_gateway.dialects.base import DialectName
+from minisgl_gateway.dialects.choice import dialect_of
 from minisgl_gateway.turns import alternating, in_turns
 
 PARTS = [{"type": "text", "text": "One."}, {"type": "text", "text": "Two."}]
@@ -62,3 +64,29 @@ def test_conversations_in_turns(given: Any, expected: Any) -> None:
 )
 def test_user_and_assistant_in_turn(given: Any, expected: Any) -> None:
     assert alternating(given) == expected
+
+
+@pytest.mark.timeout(60)  # it would take minutes if each message met all others
+@pytest.mark.parametrize("name", get_args(DialectName))
+def test_long_conversations_of_agents(name: DialectName) -> None:
+    """Meanwhile the gateway does nothing else."""
+    num_calls = 100_000
+    calls: list[Any] = [
+        {"id": str(number), "type": "function", "function": {"name": "f", "arguments": "{}"}}
+        for number in range(num_calls)
+    ]
+    results = [
+        {"role": "tool", "tool_call_id": call["id"], "content": call["id"]} for call in calls
+    ]
+    at_once: list[Any] = [{"role": "assistant", "content": "", "tool_calls": calls}, *results]
+    in_pairs: list[Any] = [
+        message
+        for at in range(0, num_calls // 4, 2)
+        for message in (
+            {"role": "assistant", "content": "", "tool_calls": calls[at : at + 2]},
+            *results[at : at + 2],
+        )
+    ]
+    for conversation in (at_once, in_pairs):
+        told = dialect_of(None, name).messages([user("a"), *conversation], ())
+        assert conversation[-1]["content"] in str(told[-1])

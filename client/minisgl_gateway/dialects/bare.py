@@ -42,11 +42,14 @@ class Gemma4(OwnForm):
         asked = [index for index, message in enumerate(messages) if message["role"] == "user"]
         begin_of_last = max(asked, default=-1)
         told: list[Message] = []
+        called: Mapping[Any, str] = {}
         for index, message in enumerate(messages):
             caller = told[-1] if told and told[-1].get("tool_calls") else None
             if caller is not None and message["role"] == "tool":
-                results = [*caller.get("tool_responses", ()), _result(message, caller)]
-                told[-1] = {**caller, "tool_responses": results}
+                if "tool_responses" not in caller:
+                    called = _names(caller["tool_calls"])
+                    caller = told[-1] = {**caller, "tool_responses": []}
+                caller["tool_responses"].append(_result(message, called))
                 continue
             if caller is not None and message["role"] == "assistant":
                 said = text_of(caller.get("content")), text_of(message.get("content"))
@@ -76,8 +79,12 @@ class Gemma4(OwnForm):
         return structures
 
 
-def _result(message: Message, caller: Message) -> dict[str, Any]:
-    """A result in the form of templates, with the name of the function that was called."""
-    called = {call.get("id"): call["function"]["name"] for call in caller["tool_calls"]}
+def _result(message: Message, called: Mapping[Any, str]) -> dict[str, Any]:
+    """A result in the form of templates, with the name of the function that was called, which
+    ``called`` has by the call's id."""
     name = called.get(message.get("tool_call_id")) or message.get("name", "unknown")
     return {"name": name, "response": text_of(message.get("content"))}
+
+
+def _names(calls: Sequence[Mapping[str, Any]]) -> dict[Any, str]:
+    return {call.get("id"): call["function"]["name"] for call in calls}

@@ -136,9 +136,11 @@ def _add_to_answer(messages: list[dict[str, Any]], item: OutputItem) -> None:
         call = {"id": item.call_id, "type": "function", "function": function}
         last.setdefault("tool_calls", []).append(call)
     elif isinstance(item, MessageItem):
-        before = last["content"]  # of the same answer, before its calls
-        said = [before] if isinstance(before, str) else [part["text"] for part in before]
-        last["content"] = content_of([*filter(None, said), *_texts(item.content)])
+        before, texts = last["content"], _texts(item.content)
+        if isinstance(before, str):  # of the same answer, before its calls
+            last["content"] = content_of([*filter(None, [before]), *texts])
+        else:
+            before += [{"type": "text", "text": text} for text in texts]
     else:
         texts = [part.text for part in item.content or item.summary or ()]
         thought = "".join([last.get("reasoning_content", ""), *texts])

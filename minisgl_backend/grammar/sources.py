@@ -76,7 +76,9 @@ def _form(kind: GrammarKind, source: str) -> str:
     if kind is GrammarKind.REGEX:
         return LLMatcher.grammar_from_regex(source)
     if kind is GrammarKind.CHOICE:
-        return LLMatcher.grammar_from_lark("start: " + " | ".join(map(quoted, _choices(source))))
+        # in a terminal, as llguidance takes less than a thousand alternatives in a rule
+        choices = " | ".join(map(quoted, _choices(source)))
+        return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}")
     return ebnf.to_lark(source)
 
 

@@ -70,6 +70,13 @@ def test_a_choice_is_one_of_its_strings(grammars: Grammars) -> None:
     assert seen <= set(choices) and len(seen) > 3
 
 
+def test_a_choice_may_have_thousands_of_strings(grammars: Grammars) -> None:
+    choices = [f"number {number}" for number in range(5_000)]
+    for wanted in ("number 7", "number 77", "number 4999"):
+        assert follow(grammars, compiled(grammars, "choice", choices), wanted)
+    assert not follow(grammars, compiled(grammars, "choice", choices), "number 5000")
+
+
 @pytest.mark.parametrize("name", ["<|im_end|>", "<|im_start|>"])
 def test_a_text_may_be_spelled_like_a_special_token(grammars: Grammars, name: str) -> None:
     for kind, source in (

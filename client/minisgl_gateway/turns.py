@@ -9,6 +9,7 @@ what all templates of a dialect of tool calls demand.
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from itertools import groupby, takewhile
 from operator import itemgetter
@@ -93,9 +94,9 @@ def with_single_calls(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str
         for call in calls:
             told.append({**message, "tool_calls": [call]})
             message = {"role": message["role"], "content": ""}
-            if (result := results.get(call.get("id"))) is not None:
-                told.append(result)
-                placed.add(id(result))
+            if answers := results.get(call.get("id")):
+                told.append(answers.popleft())
+                placed.add(id(told[-1]))
     return told
 
 
@@ -107,11 +108,16 @@ def with_text_as_thoughts(message: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**message, "content": "", "reasoning_content": thoughts}
 
 
-def _results(messages: Sequence[Mapping[str, Any]], begin: int) -> dict[str, Mapping[str, Any]]:
-    """The results that stand at ``begin``, by call; later calls may have the same ids."""
+def _results(
+    messages: Sequence[Mapping[str, Any]], begin: int
+) -> dict[str, deque[Mapping[str, Any]]]:
+    """The results that stand at ``begin``, by call: some callers give several calls one id."""
     rest = (messages[at] for at in range(begin, len(messages)))
-    results = takewhile(lambda message: message["role"] == "tool", rest)
-    return {result["tool_call_id"]: result for result in results if "tool_call_id" in result}
+    results: dict[str, deque[Mapping[str, Any]]] = defaultdict(deque)
+    for result in takewhile(lambda message: message["role"] == "tool", rest):
+        if "tool_call_id" in result:
+            results[result["tool_call_id"]].append(result)
+    return results
 
 
 def _joined(messages: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any, get_args
 import pytest
 from minisgl_gateway.dialects.base import DialectName
 from minisgl_gateway.dialects.choice import dialect_of
-from minisgl_gateway.turns import alternating, in_turns
+from minisgl_gateway.turns import alternating, in_turns, with_single_calls
 
 PARTS = [{"type": "text", "text": "One."}, {"type": "text", "text": "Two."}]
 REMINDED = "<system-reminder>\nNow.\n</system-reminder>"
@@ -64,6 +64,25 @@ def test_conversations_in_turns(given: Any, expected: Any) -> None:
 )
 def test_user_and_assistant_in_turn(given: Any, expected: Any) -> None:
     assert alternating(given) == expected
+
+
+def test_results_of_calls_with_one_id_come_in_the_order_of_the_calls() -> None:
+    calls = [{"id": "", "function": {"name": name, "arguments": "{}"}} for name in "fg"]
+    several = {"role": "assistant", "content": "A", "tool_calls": calls}
+    results = [{"role": "tool", "tool_call_id": "", "content": told} for told in ("of f", "of g")]
+    assert with_single_calls([user("a"), several, *results, user("b")]) == [
+        user("a"),
+        {**several, "tool_calls": calls[:1]},
+        results[0],
+        {**several, "content": "", "tool_calls": calls[1:]},
+        results[1],
+        user("b"),
+    ]
+    (_, told) = dialect_of(None, "gemma4").messages([user("a"), several, *results], ())
+    assert told["tool_responses"] == [
+        {"name": "f", "response": "of f"},
+        {"name": "g", "response": "of g"},
+    ]
 
 
 @pytest.mark.timeout(60)  # it would take minutes if each message met all others

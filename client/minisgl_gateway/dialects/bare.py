@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -42,7 +43,7 @@ class Gemma4(OwnForm):
         asked = [index for index, message in enumerate(messages) if message["role"] == "user"]
         begin_of_last = max(asked, default=-1)
         told: list[Message] = []
-        called: Mapping[Any, str] = {}
+        called: Mapping[Any, deque[str]] = {}
         for index, message in enumerate(messages):
             caller = told[-1] if told and told[-1].get("tool_calls") else None
             if caller is not None and message["role"] == "tool":
@@ -79,12 +80,19 @@ class Gemma4(OwnForm):
         return structures
 
 
-def _result(message: Message, called: Mapping[Any, str]) -> dict[str, Any]:
+def _result(message: Message, called: Mapping[Any, deque[str]]) -> dict[str, Any]:
     """A result in the form of templates, with the name of the function that was called, which
     ``called`` has by the call's id."""
-    name = called.get(message.get("tool_call_id")) or message.get("name", "unknown")
+    if names := called.get(message.get("tool_call_id")):
+        name = names.popleft() if len(names) > 1 else names[0]
+    else:
+        name = message.get("name", "unknown")
     return {"name": name, "response": text_of(message.get("content"))}
 
 
-def _names(calls: Sequence[Mapping[str, Any]]) -> dict[Any, str]:
-    return {call.get("id"): call["function"]["name"] for call in calls}
+def _names(calls: Sequence[Mapping[str, Any]]) -> dict[Any, deque[str]]:
+    """The names of the called functions by the calls' ids, which several calls may share."""
+    names: dict[Any, deque[str]] = defaultdict(deque)
+    for call in calls:
+        names[call.get("id")].append(call["function"]["name"])
+    return names

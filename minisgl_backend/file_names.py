@@ -18,7 +18,11 @@ from minisgl_backend.errors import ConfigError
 def reachable(path: Path) -> Iterator[Path]:
     """The path as the file functions of this Python take it: if names are taken for ASCII, each
     other byte is a lone surrogate. A ``ConfigError`` inside names the path as it was given."""
-    place = Path(os.fsdecode(str(path).encode("utf-8", "surrogateescape")))
+    try:
+        name = str(path).encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        raise ConfigError(f"{str(path)!r} is no name of a file: it is not valid Unicode") from None
+    place = Path(os.fsdecode(name))
     try:
         yield place
     except ConfigError as error:

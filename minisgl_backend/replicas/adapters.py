@@ -73,10 +73,13 @@ class ReplicatedAdapters(AdapterNames):
             number = self._begin(name)
             loading = _Loading(number, name, path, set(self._serving()))
             self._open[number] = loading
-            for replica in loading.waiting:
-                self._replicas[replica].send(loading.message)
             try:
+                for replica in loading.waiting:
+                    self._replicas[replica].send(loading.message)
                 self._answered.wait_for(lambda: not loading.waiting or self._is_closed)
+            except BaseException:  # Ctrl-C: replicas must not keep a name that is not known here
+                self._send_to_all({"unload": name})
+                raise
             finally:
                 self._loading.discard(name)
                 del self._open[number]

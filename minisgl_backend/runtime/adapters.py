@@ -120,6 +120,7 @@ class AdapterNames(ABC):
 
     def _begin(self, name: str) -> int:
         """Reserve a name that is about to be loaded; the id of its adapter."""
+        _check_type(name)
         if not (0 < len(name) <= _NAME_CHARACTERS and name.isprintable()):
             raise InvalidRequest(
                 f"the name of an adapter must have 1..{_NAME_CHARACTERS} printable characters"
@@ -131,6 +132,7 @@ class AdapterNames(ABC):
         return self._num_ids
 
     def _forget(self, name: str) -> Adapter:
+        _check_type(name)
         adapter = self._known.pop(name, None)
         if adapter is None:
             raise InvalidRequest(f"there is no adapter {_shown(name)!r}")
@@ -244,12 +246,15 @@ class Adapters(AdapterNames):
     def _make_room(self, num_more: int = 1) -> bool:
         """Whether ``num_more`` adapters may be in the pool, after idle ones have left."""
         surplus = len(self._pool) + num_more - self._most
-        if surplus > 0:
-            idle = [entry for entry in self._pool.values() if entry.is_there and not entry.holders]
-            for entry in idle[:surplus]:
-                del self._pool[entry.adapter.id]
-                self._reader.drop(entry.adapter.id)
-        return len(self._pool) + num_more <= self._most
+        if surplus <= 0:
+            return True
+        idle = [entry for entry in self._pool.values() if entry.is_there and not entry.holders]
+        if len(idle) < surplus:  # the idle ones would leave in vain
+            return False
+        for entry in idle[:surplus]:
+            del self._pool[entry.adapter.id]
+            self._reader.drop(entry.adapter.id)
+        return True
 
     def _serve_wanted(self) -> None:
         """Give places to the adapters that wait, as many as there is room for, and begin to read
@@ -314,6 +319,12 @@ class Adapters(AdapterNames):
                 return
         for request_id, report in waiting.items():
             report(Fetched(request_id, error))
+
+
+def _check_type(name: object) -> None:
+    """In process a caller may give anything as a name."""
+    if not isinstance(name, str):
+        raise InvalidRequest(f"the name of an adapter must be a string, got {name!r}")
 
 
 def _shown(name: str) -> str:

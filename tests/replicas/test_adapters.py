@@ -53,6 +53,15 @@ class Replica:
         self.sent.append(message)
 
 
+class InterruptedReplica(Replica):
+    """Ctrl-C comes when it has been sent its first message."""
+
+    def send(self, message: Message) -> None:
+        super().send(message)
+        if len(self.sent) == 1:
+            raise KeyboardInterrupt
+
+
 class World:
     def __init__(self) -> None:
         self.replicas = [Replica(), Replica()]
@@ -165,6 +174,16 @@ def test_loading_does_not_wait_for_lost_replicas(world: World) -> None:
         future.result(PATIENCE_S)
     with pytest.raises(Recovering):
         world.adapters.load("c", "/c")
+
+
+def test_ctrl_c_while_it_loads_leaves_nothing_behind() -> None:
+    """Ctrl-C may come at any point; here it comes as soon as the second replica has been told."""
+    first, second = Replica(), InterruptedReplica()
+    adapters = ReplicatedAdapters([first, second])
+    with pytest.raises(KeyboardInterrupt):
+        adapters.load("a", "/a")
+    assert first.sent == second.sent == [{"load": [1, "a", "/a"]}, {"unload": "a"}]
+    assert not adapters.known()
 
 
 def test_loading_ends_with_the_engine(world: World) -> None:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any
 
 import pytest
 
 from minisgl_backend.errors import ConfigError, EngineFailure, InvalidRequest
+from minisgl_backend.file_names import reachable
 from minisgl_backend.request import Adapter, AdapterFacts, RequestId
 from minisgl_backend.runtime.adapters import MOST_PAST, Adapters, Fetched
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, wait_until
 
 
 class Memory:
@@ -25,15 +28,17 @@ class Memory:
         self.may_read.set()
         self.fails: Exception | None = None
         self.files = 1
+        self.num_asked = 0
 
     def check(self, folder: Path) -> AdapterFacts:
+        self.num_asked += 1
+        assert self.may_read.wait(PATIENCE_S)
         if folder.name.startswith("bad"):
             raise ConfigError("layers.3.lora_A.weight does not fit")
         return AdapterFacts(8, 3, self.files)
 
     def read(self, adapter_id: int, folder: Path) -> AdapterFacts:
         facts = self.check(folder)
-        assert self.may_read.wait(PATIENCE_S)
         if self.fails is not None:
             raise self.fails
         assert adapter_id not in self.held
@@ -103,6 +108,44 @@ def test_a_bad_adapter_leaves_nothing_behind(adapters: Adapters, memory: Memory)
     assert not names(adapters) and not memory.held
     adapters.load("x", "good")
     assert names(adapters) == ["x"]
+
+
+@pytest.mark.parametrize("name", [5, None, b"a", ["a"]])
+def test_a_name_must_be_a_string(adapters: Adapters, name: Any) -> None:
+    complaint = "the name of an adapter must be a string, got"
+    with pytest.raises(InvalidRequest, match=complaint):
+        adapters.load(name, "folder")
+    with pytest.raises(InvalidRequest, match=complaint):
+        adapters.unload(name)
+    assert not names(adapters)
+
+
+def test_a_path_that_is_not_unicode_is_refused(tmp_path: Path) -> None:
+    complaint = "is no name of a file: it is not valid Unicode"
+    with pytest.raises(ConfigError, match=complaint), reachable(tmp_path / "\ud800"):
+        pass
+
+
+def test_no_adapter_leaves_memory_in_vain(
+    adapters: Adapters, memory: Memory, told: SimpleQueue[Fetched]
+) -> None:
+    """Two adapters are being loaded, and only one place could become free: there is too little
+    room."""
+    a, b = (adapters.load(name, "folder") for name in "ab")
+    first, second = ids(1, 2)
+    assert adapters.hold(first, a, told.put) and adapters.hold(second, b, told.put)
+    memory.may_read.clear()
+    memory.num_asked = 0
+    with ThreadPoolExecutor(2) as pool:
+        loading = [pool.submit(adapters.load, "c", "folder")]
+        wait_until(lambda: memory.num_asked == 1)
+        adapters.let_go(second, b)
+        loading.append(pool.submit(adapters.load, "d", "folder"))
+        wait_until(lambda: memory.num_asked == 2)
+        memory.may_read.set()
+        for future in loading:
+            future.result(PATIENCE_S)
+    assert memory.held == {a.id, b.id}
 
 
 def test_more_adapters_than_memory_holds(

@@ -17,11 +17,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from typing import Final
 
-from minisgl_backend.errors import EngineFailure
+from minisgl_backend.errors import ConfigError, EngineFailure
 from minisgl_backend.execution.node_channel import OtherNodes
 from minisgl_backend.execution.rank_channel import LeaderEnd
 from minisgl_backend.parallel.place import RankPlace
@@ -47,7 +48,8 @@ class Followers:
         self, place: RankPlace, command: Sequence[str], other_nodes: OtherNodes | None = None
     ):
         """Start each follower of this host by ``command``, and wait for those of ``other_nodes``.
-        ``place`` is rank 0's, with the port of the store.
+        ``place`` is rank 0's, with the port of the store. Raises ``ConfigError`` if one cannot be
+        started.
 
         The command gets three more arguments: the two descriptors of its end of the channel, and
         the id of this process.
@@ -147,14 +149,23 @@ class Followers:
     # --- the thread that owns the processes --------------------------------------------------
 
     def _keep(self, place: RankPlace, command: Sequence[str], started: Future[None]) -> None:
-        try:
-            for rank in range(1, place.local_size):
-                self._start(place.of(rank), command)
-        except BaseException as error:
-            started.set_exception(error)
-            return
-        started.set_result(None)
-        self._watch()
+        with ExitStack() as watched:
+            try:
+                for rank in range(1, place.local_size):
+                    self._start(place.of(rank), command)
+                ranks = {}
+                for rank, pid in enumerate(self.pids, start=1):
+                    descriptor = os.pidfd_open(pid)
+                    watched.callback(os.close, descriptor)
+                    ranks[descriptor] = rank
+            except OSError as error:  # such as a limit on processes or open files
+                started.set_exception(ConfigError(f"the ranks cannot be started: {error}"))
+                return
+            except BaseException as error:
+                started.set_exception(error)
+                return
+            started.set_result(None)
+            self._watch(ranks)
 
     def _start(self, place: RankPlace, command: Sequence[str]) -> None:
         with self.channel.inherited(place.rank) as descriptors:
@@ -166,26 +177,22 @@ class Followers:
             )
         self._processes.append(process)
 
-    def _watch(self) -> None:
-        """Watch the processes until ``close`` is called."""
-        ranks = {os.pidfd_open(pid): rank for rank, pid in enumerate(self.pids, start=1)}
+    def _watch(self, ranks: Mapping[int, int]) -> None:
+        """Watch the processes until ``close`` is called. ``ranks`` are by the descriptors of their
+        processes."""
         poll = select.poll()
         for descriptor in (self._wake, *ranks):
             poll.register(descriptor, select.POLLIN)
-        try:
-            while True:
-                found = [descriptor for descriptor, _ in poll.poll(_LOOK_EVERY_S * 1000)]
-                if self._wake in found:
-                    return
-                for descriptor in found:
-                    poll.unregister(descriptor)
-                    self.lose(f"rank {ranks[descriptor]} ended")
-                complaint = self._complaint()
-                if complaint is not None:
-                    self.lose(complaint)
-        finally:
-            for descriptor in ranks:
-                os.close(descriptor)
+        while True:
+            found = [descriptor for descriptor, _ in poll.poll(_LOOK_EVERY_S * 1000)]
+            if self._wake in found:
+                return
+            for descriptor in found:
+                poll.unregister(descriptor)
+                self.lose(f"rank {ranks[descriptor]} ended")
+            complaint = self._complaint()
+            if complaint is not None:
+                self.lose(complaint)
 
 
 def import_path() -> dict[str, str]:

@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -162,10 +162,11 @@ class ReplicaProcess:
     def _serve(self) -> bool:
         """Run one process to its end. Raises ``ConfigError`` if it cannot serve."""
         self._outgoing = queue.SimpleQueue()  # drops what was sent to the previous process
-        ours, theirs = socket.socketpair()
+        try:
+            ours, process = self._launched()
+        except OSError as error:  # such as a limit on processes or open files
+            raise ConfigError(f"its process cannot be started: {error}") from error
         with ours:
-            with theirs:
-                process = self._popen(theirs)
             self.num_starts += 1
             self._process = process
             writer = threading.Thread(
@@ -204,6 +205,15 @@ class ReplicaProcess:
         text = "replica %d (process %d) ended with code %d"
         logger.log(level, text, self.number, process.pid, process.returncode)
         return True
+
+    def _launched(self) -> tuple[socket.socket, subprocess.Popen[bytes]]:
+        """This end of the socket to a new process, and the process."""
+        ours, theirs = socket.socketpair()
+        with ExitStack() as unless_launched, theirs:
+            unless_launched.enter_context(ours)
+            process = self._popen(theirs)
+            unless_launched.pop_all()
+        return ours, process
 
     def _popen(self, theirs: socket.socket) -> subprocess.Popen[bytes]:
         own_cores = os.sched_getaffinity(0)  # of this thread; a child inherits them

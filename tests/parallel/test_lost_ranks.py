@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -266,9 +267,22 @@ def test_a_follower_that_does_not_end_by_itself_is_killed() -> None:
 
 def test_a_command_that_cannot_be_run_is_an_error_at_once() -> None:
     before = threading.active_count()
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(ConfigError, match=r"^the ranks cannot be started: .*/nonexistent"):
         Followers(RankPlace.first(3, "127.0.0.1:1"), ["/nonexistent"])
     wait_until(lambda: threading.active_count() <= before)
+
+
+def test_ranks_that_cannot_be_watched_do_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[int] = []
+
+    def at_the_limit(pid: int) -> int:
+        started.append(pid)
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(os, "pidfd_open", at_the_limit)
+    with pytest.raises(ConfigError, match=r"the ranks cannot be started: .*Too many open files"):
+        follower_of("import time; time.sleep(600)")
+    assert started and not any(map(runs, started))
 
 
 def test_what_ranks_cannot_do_is_refused_before_any_process_starts() -> None:

@@ -476,7 +476,7 @@ def test_nodes_that_do_not_come_are_named() -> None:
 def test_a_start_that_fails_leaves_no_listener() -> None:
     place = RankPlace.first(4, f"127.0.0.1:{free_port('127.0.0.1')}", num_nodes=2)
     nodes = OtherNodes(place, SECRET.encode(), silence_s=1.0)
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(ConfigError, match="the ranks cannot be started"):
         Followers(place, ["/nonexistent"], nodes)
     with pytest.raises(ConnectionRefusedError):
         connected(place)

@@ -18,7 +18,7 @@ from minisgl_backend.build import build_engine
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import ConfigError, EngineFailure, Overloaded
 from minisgl_backend.offline.llm import LLM
-from minisgl_backend.replicas.process import ReplicaProcess
+from minisgl_backend.replicas.process import Place, ReplicaProcess
 from minisgl_backend.replicas.start import cpu_places, gpu_places, start_replicas
 from minisgl_backend.request import (
     Embedded,
@@ -309,6 +309,14 @@ def test_a_replica_that_cannot_start_ends_the_start_while_others_load() -> None:
     with pytest.raises(ConfigError, match="replica 1: its GPU is taken"):
         start_replicas(options, "tests.replicas.failing_replica")
     assert set(children_of(os.getpid())) <= set(before)
+
+
+def test_a_process_that_the_system_does_not_start_is_a_config_error() -> None:
+    replica = ReplicaProcess(1, ["/nonexistent"], Place(environment={}), {})
+    replica.start()
+    with pytest.raises(ConfigError, match=r"its process cannot be started: .*/nonexistent"):
+        replica.started.result(60)
+    replica.close()
 
 
 def test_a_replica_without_a_thread_ends_those_before_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -138,8 +138,12 @@ class ReplicaProcess:
             try:
                 has_served = self._serve()
             except Exception as error:
-                if not self._closing.is_set():
+                if self._closing.is_set():
+                    pass  # whatever it was doing has been cut off
+                elif isinstance(error, ConfigError):
                     logger.error("replica %d cannot start: %s", self.number, error)
+                else:
+                    logger.exception("replica %d is ended after an internal error", self.number)
                 if not self.started.done():
                     self.started.set_exception(error)
                     return

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from minisgl_backend.build import build_engine
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import ConfigError, EngineFailure, Overloaded
 from minisgl_backend.offline.llm import LLM
+from minisgl_backend.replicas.messages import Message
 from minisgl_backend.replicas.process import Place, ReplicaProcess
 from minisgl_backend.replicas.start import cpu_places, gpu_places, start_replicas
 from minisgl_backend.request import (
@@ -34,7 +36,7 @@ from minisgl_backend.request import (
 )
 from minisgl_backend.runtime.engine_base import EngineBase
 from minisgl_check.processes import children_of, is_rank, runs
-from tests.parallel.engines import Answer, some_prompts, wait_for_all
+from tests.parallel.engines import WAIT_S, Answer, some_prompts, wait_for_all
 from tests.waiting import wait_until
 
 OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "float64", "num_pages": 1024}
@@ -317,6 +319,38 @@ def test_a_process_that_the_system_does_not_start_is_a_config_error() -> None:
     with pytest.raises(ConfigError, match=r"its process cannot be started: .*/nonexistent"):
         replica.started.result(60)
     replica.close()
+
+
+class BrokenOwner:
+    """Cannot take anything from a replica that serves."""
+
+    def __init__(self) -> None:
+        self.was_lost = threading.Event()
+
+    def joined(self, replica: int) -> None:
+        raise ValueError("no place for it")
+
+    def take(self, replica: int, message: Message) -> None:
+        raise AssertionError("it has not joined")
+
+    def lost(self, replica: int, *, is_last: bool) -> None:
+        self.was_lost.set()
+
+
+def test_an_error_of_the_parent_is_not_taken_for_a_start_that_failed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    options = asdict(EngineOptions(**{**OPTIONS, "num_pages": 64}))
+    command = [sys.executable, "-m", "minisgl_backend.replica"]
+    replica, owner = ReplicaProcess(0, command, Place(environment={}), options), BrokenOwner()
+    replica.serve(owner)
+    replica.start()
+    try:
+        assert owner.was_lost.wait(WAIT_S)
+    finally:
+        replica.close()
+    assert "replica 0 is ended after an internal error" in caplog.text
+    assert "no place for it" in caplog.text and "cannot start" not in caplog.text
 
 
 def test_a_replica_without_a_thread_ends_those_before_it(monkeypatch: pytest.MonkeyPatch) -> None:

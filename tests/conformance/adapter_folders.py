@@ -6,11 +6,13 @@ import copy
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+
+ATTENTION: Final = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 def merged(model: Any, folder: Path) -> Any:

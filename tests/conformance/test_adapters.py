@@ -15,8 +15,8 @@ from minisgl_backend.models.adapter_slots import AdapterSlots
 from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.models.decoder import Decoder
 from minisgl_backend.request import Adapter, IntArray
-from minisgl_kit.adapters import ATTENTION, write_adapter
-from tests.conformance.adapter_folders import merged, write_adapter_of
+from minisgl_kit.adapters import write_adapter
+from tests.conformance.adapter_folders import ATTENTION, merged, write_adapter_of
 from tests.conformance.checkpoints import CONTEXT, VOCAB_SIZE, write_checkpoint
 from tests.conformance.engines import TinyEngine, load_model, prompts_with_shared_prefixes
 from tests.conformance.quantized_checkpoints import write_quantized

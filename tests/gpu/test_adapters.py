@@ -15,8 +15,8 @@ from minisgl_backend.kernels.dispatch import is_interpreted
 from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.request import Adapter, IntArray
 from minisgl_bench.engines import submitted
-from minisgl_kit.adapters import ATTENTION, write_adapter
-from tests.conformance.adapter_folders import merged
+from minisgl_kit.adapters import write_adapter
+from tests.conformance.adapter_folders import ATTENTION, merged
 from tests.conformance.checkpoints import (
     CONTEXT,
     VOCAB_SIZE,

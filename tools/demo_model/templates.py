@@ -8,11 +8,10 @@ nothing here opens.
 
 from __future__ import annotations
 
-import itertools
 import json
 import random
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
@@ -24,14 +23,6 @@ def expand(template: str, rng: random.Random) -> str:
     """One random reading of the template's alternatives, its fields still in place."""
     text = _CHOICE.sub(lambda match: rng.choice(match.group(1).split("|")), template)
     return _SPACES.sub(" ", text).strip()
-
-
-def expansions(template: str) -> Iterator[str]:
-    """Every reading of the template's alternatives, its fields still in place."""
-    parts = _CHOICE.split(template)
-    options = [part.split("|") if i % 2 else [part] for i, part in enumerate(parts)]
-    for combination in itertools.product(*options):
-        yield _SPACES.sub(" ", "".join(combination)).strip()
 
 
 def fill(template: str, fields: Mapping[str, str]) -> str:

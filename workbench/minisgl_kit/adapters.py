@@ -8,14 +8,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
 from minisgl_backend.models.spec import ModelSpec
-
-ATTENTION: Final = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 def write_adapter(

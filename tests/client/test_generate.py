@@ -81,6 +81,18 @@ def test_the_other_name_of_max_tokens_replaces_the_default(ask: list[str]) -> No
     assert [answer.get("num_output_tokens") for answer in told] == [3, 2, 4]
 
 
+@pytest.mark.parametrize("name", ["max_tokens", "max_new_tokens"])
+def test_max_tokens_in_sampling_parameters_replaces_the_default(ask: list[str], name: str) -> None:
+    inner = json.dumps({name: 3, "ignore_eos": True})
+    words = ["--jsonl", "-p", f"sampling_parameters={inner}"]
+    line = {"prompt": "a", "sampling_parameters": json.dumps({name: 2, "ignore_eos": True})}
+    told = run(*ask, *words, stdin=f'"a"\n{json.dumps(line)}\n')
+    assert [json.loads(answer).get("num_output_tokens") for answer in told.stdout.splitlines()] == [
+        3,
+        2,
+    ]
+
+
 CITY = {
     "type": "object",
     "properties": {"city": {"enum": ["Paris", "日本"]}},

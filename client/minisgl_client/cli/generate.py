@@ -25,10 +25,12 @@ from minisgl_client import AsyncClient, Client, InvalidArgument, MinisglError, R
 from minisgl_client.cli.display import without_controls
 from minisgl_client.cli.lines import in_order, lines_of
 from minisgl_client.cli.request_options import (
+    MAX_TOKENS,
     client_of,
     form_of,
     form_options,
     given,
+    inner_parameters,
     parameter_options,
     refuse_logprobs,
     server_options,
@@ -92,7 +94,8 @@ def generate(
         raise click.ClickException("standard output is closed")
     settings = {"url": url, "model": ensemble, "timeout_s": timeout_s}
     form = form_of(json_schema, regex, choice, grammar)
-    asked = {"fit_max_tokens": True, **with_form(form, given(**parameters))}
+    asked = with_form(form, given(**parameters))
+    asked.setdefault("fit_max_tokens", inner_parameters(asked).get("fit_max_tokens", True))
     if n is not None and asked.setdefault("n", n) != n:
         raise click.UsageError("-n and --param n have different values")
     if not jsonl:
@@ -220,7 +223,7 @@ async def _answer_lines(
     return 1 if num_failed else 0
 
 
-_MAX_TOKENS: Final = {"max_tokens": None, "max_new_tokens": None}
+_MAX_TOKENS: Final = dict.fromkeys(MAX_TOKENS)
 """What leaves out the command's own, under either name."""
 
 
@@ -238,9 +241,10 @@ def _request(line: bytes, template: _Template) -> dict[str, Any]:
         raise InvalidArgument("a line must be a JSON string or an object")
     if "request_id" in said:  # an argument of ours, not of the server
         raise InvalidArgument("unknown parameter 'request_id'; did you mean 'id'?")
-    if not said.keys().isdisjoint(_MAX_TOKENS):
-        said = {**_MAX_TOKENS, "fit_max_tokens": False, **said}
-    elif said.get("embed") is True:  # the command's are for lines that generate
+    within = {**inner_parameters(said), **said}
+    if not within.keys().isdisjoint(_MAX_TOKENS):
+        said = {**_MAX_TOKENS, "fit_max_tokens": within.get("fit_max_tokens", False), **said}
+    elif within.get("embed") is True:  # the command's are for lines that generate
         said |= _MAX_TOKENS
     if isinstance(prompt := said.get("prompt"), str):
         del said["prompt"]

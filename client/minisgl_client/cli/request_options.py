@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import click
 from click.core import ParameterSource
@@ -90,7 +90,8 @@ def given(
     others: Mapping[str, Any],
 ) -> dict[str, Any]:
     """The parameters of the running command's options, by name. ``max_tokens`` has no default
-    beside its other name, nor with ``embed``, which generates nothing.
+    if ``--param`` gives it, also by its other name or in ``sampling_parameters``, nor with
+    ``embed``, which generates nothing.
 
     Raises ``click.UsageError`` if ``--param`` contradicts another option.
     """
@@ -109,10 +110,25 @@ def given(
         if options[name] != ([value] if name in LISTS and isinstance(value, str) else value):
             option = name.replace("_", "-")
             raise click.UsageError(f"--{option} and --param {name} have different values")
-    has_no_default = others.get("embed") is True or "max_new_tokens" in others
+    within = {**inner_parameters(others), **others}
+    has_no_default = within.get("embed") is True or not within.keys().isdisjoint(MAX_TOKENS)
     if has_no_default and _is_default(context, "max_tokens"):
         options["max_tokens"] = None
     return {name: value for name, value in {**options, **others}.items() if value is not None}
+
+
+MAX_TOKENS: Final = ("max_tokens", "max_new_tokens")
+
+
+def inner_parameters(asked: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The parameters within ``sampling_parameters``; none if it is not as the server wants it."""
+    inner = asked.get("sampling_parameters")
+    if isinstance(inner, str):
+        try:
+            inner = strict_json.loads(inner)
+        except (ValueError, RecursionError):
+            return {}
+    return inner if isinstance(inner, dict) else {}
 
 
 def refuse_logprobs(asked: Mapping[str, Any]) -> None:

@@ -16,12 +16,12 @@ JSON, or how a server is reached.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, cast
 
+from minisgl_client import strict_json
 from minisgl_client.answer import ChatFormat
 from minisgl_client.parameters import Parameters, StructuredOutputs
 
@@ -297,7 +297,9 @@ class Chat:
         if not isinstance(schema, str):
             return schema
         try:
-            return json.loads(schema)
+            return strict_json.loads(schema)
+        except strict_json.Refused as error:
+            raise invalid(f"{self.form_param}: {error}", self.form_param) from None
         except (ValueError, RecursionError):
             raise invalid(f"{self.form_param} must be valid JSON", self.form_param) from None
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Final, NoReturn
 
 from llguidance import LLMatcher
@@ -84,12 +85,24 @@ def _form(kind: GrammarKind, source: str) -> str:
 
 def _parsed(source: str, what: str) -> Any:
     try:
-        return json.loads(source, parse_constant=_no_constant)
+        return json.loads(
+            source, parse_constant=_no_constant, object_pairs_hook=partial(_unrepeated, what)
+        )
     except (ValueError, RecursionError) as error:
         told = one_line(str(error))
         if "integer string conversion" in told:  # Python's words are about an option of Python
             told = "an integer has thousands of digits"
         raise InvalidRequest(f"{what} must be JSON: {told}") from error
+
+
+def _unrepeated(what: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object, of whose equal keys Python would keep the last."""
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise InvalidRequest(f"{what} has the key {name[:60]!r} twice")
+        found[name] = value
+    return found
 
 
 def _no_constant(name: str) -> NoReturn:

@@ -509,6 +509,7 @@ def test_strict_tools_follow_their_schemas_and_the_template_does_not_know() -> N
         ({"functions": [{"name": "f"}], "function_call": {"name": "g"}}, "function_call"),
         ({"tools": TWO, "guided_regex": "a"}, "guided_regex"),
         ({"tools": TWO, "guided_json": "{"}, "guided_json"),
+        ({"tools": TWO, "guided_json": '{"type": "object", "type": "array"}'}, "guided_json"),
     ],
 )
 def test_choices_that_cannot_be_kept(fields: dict[str, Any], param: str) -> None:

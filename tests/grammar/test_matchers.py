@@ -595,6 +595,16 @@ def test_a_section_of_tokens_that_there_are_not(grammars: Grammars, section: Any
             "JSON: an integer has thousands of digits$",
         ),
         ("json_schema", '{"enum": [-Infinity]}', "must be JSON: -Infinity is not a number of JSON"),
+        (
+            "json_schema",
+            '{"items": {"type": "string", "type": "integer"}}',
+            "^json_schema: a JSON schema has the key 'type' twice$",
+        ),
+        (
+            "structural_tag",
+            '{"structures": [], "structures": [], "triggers": []}',
+            "a structural tag has the key 'structures' twice$",
+        ),
         ("choice", '["\\ud800"]', "surrogate|utf-8"),
         ("regex", "\ud800", "surrogate|UTF-8"),
         ("json_schema", {"$ref": "https://example.org/schema"}, "example.org"),

@@ -43,6 +43,7 @@ from minisgl_backend.wire.answer import (
     most_likely,
     prompt_logprobs_json,
 )
+from minisgl_backend.wire.gather import is_of_triton
 from minisgl_backend.wire.generation import (
     AdapterOrder,
     Generation,
@@ -74,8 +75,12 @@ def read_request(
     elif LORA_ORDER.name in parameters:
         order = str(parameters[LORA_ORDER.name])
     if order is not None:
-        if INPUT_IDS.name in inputs:
-            raise InvalidRequest(f"{LORA_ORDER.name} takes no {INPUT_IDS.name}")
+        given = [*inputs, *(name for name in parameters if not is_of_triton(name))]
+        if others := sorted(set(given) - {LORA_ORDER.name}):
+            shown = others[0] if len(others[0]) <= 60 else "other parameter"
+            raise InvalidRequest(f"{LORA_ORDER.name} takes no {shown}")
+        if len(given) > 1:
+            raise InvalidRequest(f"{LORA_ORDER.name} is an input or a parameter, not both")
         return parse_adapter_order(order), True
     if REQUEST.name not in inputs:
         parsed = parse_token_generation(

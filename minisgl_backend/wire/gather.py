@@ -43,7 +43,7 @@ def gather(
         elif entry := _known(name, array):
             found.put(name, entry, values.from_tensor(name, entry, array))
     for name, value in parameters.items():
-        if name in TRITON_NAMES or name.startswith(TRITON_PREFIXES):
+        if is_of_triton(name):
             continue
         name, value = found.respelled(name, value)
         if entry := _known(name, value):
@@ -56,6 +56,11 @@ def gather(
             raise InvalidRequest(f"sampling_parameters must be at most {limits.prompt_bytes} bytes")
         found.put_all(_sampling_parameters(text), top_level=False)
     return found.all()
+
+
+def is_of_triton(name: str) -> bool:
+    """Whether a request parameter is one of Triton itself."""
+    return name in TRITON_NAMES or name.startswith(TRITON_PREFIXES)
 
 
 def gather_values(given: Mapping[str, Any]) -> dict[str, Any]:

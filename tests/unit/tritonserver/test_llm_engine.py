@@ -135,15 +135,36 @@ def test_adapters_are_listed_while_another_is_loaded(
     (tmp_path / ADAPTERS).unlink()  # which an engine that replaces this one would read
 
 
-def test_a_request_is_a_prompt_or_an_order(model: Model) -> None:
-    """An order with a prompt got the list of adapters, and nothing was generated."""
-    both = request(acknowledged=False, lora_order="{}")
+ORDER = {"lora_order": np.array([b"{}"], dtype=object)}
+
+
+@pytest.mark.parametrize(
+    ("inputs", "parameters", "message"),
+    [
+        ({"input_ids": np.array([1], np.int32)}, {"lora_order": "{}"}, "takes no input_ids"),
+        ({**ORDER, "max_tokens": np.array([1], np.int32)}, {}, "takes no max_tokens"),
+        (ORDER, {"temprature": 0.5, "timeout": 9}, "takes no temprature"),
+        (ORDER, {"lora_order": "{}"}, "is an input or a parameter, not both"),
+    ],
+)
+def test_an_order_stands_alone(
+    model: Model, inputs: Any, parameters: dict[str, Any], message: str
+) -> None:
+    """What stood beside an order was ignored: nothing was generated, and no mistake was told."""
+    both = pb_utils.InferenceRequest(inputs, parameters=parameters)
     model.execute([both])
     response, final = both.sender.sent.get(timeout=PATIENCE_S)
     assert final and response is not None
     error = response.error()
     assert error is not None
-    assert error.message() == "INVALID_ARG: lora_order takes no input_ids"
+    assert error.message() == f"INVALID_ARG: lora_order {message}"
+
+
+def test_an_order_may_have_parameters_of_triton(model: Model) -> None:
+    order = pb_utils.InferenceRequest(ORDER, parameters={"timeout": 10**9, "triton_x": True})
+    model.execute([order])
+    response, _ = order.sender.sent.get(timeout=PATIENCE_S)
+    assert response is not None and response.error() is None
 
 
 def request(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -94,6 +96,15 @@ def metric(name: str, **labels: str) -> Metric:
         if labels.items() <= dict(key).items()
     )
     return found
+
+
+def test_every_metric_is_documented(metrics: EngineMetrics, engine: Engine) -> None:
+    """A dozen of them stood in no document."""
+    reports(metrics, engine)
+    page = Path(__file__).parents[3].joinpath("docs", "deploying.md").read_text("utf-8")
+    names = {re.sub("_(bucket|sum|count)$", "", name) for name in MetricFamily.families}
+    assert "minisgl:step_seconds" in names
+    assert {name for name in names if not re.search(rf"`{name}[`{{]", page)} == set()
 
 
 def test_counts_are_told_once(metrics: EngineMetrics, engine: Engine) -> None:

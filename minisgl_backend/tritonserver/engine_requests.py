@@ -60,6 +60,9 @@ _STOP_STRINGS_EVERY_S: Final = 0.1
 """How often the tokens of a request that is answered only at its end are checked for stop strings.
 """
 
+_DEADLINE: Final = "timeout_ms"
+"""How long a client waits, which it may also tell beside an order about adapters."""
+
 
 def read_request(
     request: Any, limits: Limits
@@ -76,10 +79,10 @@ def read_request(
         order = str(parameters[LORA_ORDER.name])
     if order is not None:
         given = [*inputs, *(name for name in parameters if not is_of_triton(name))]
-        if others := sorted(set(given) - {LORA_ORDER.name}):
+        if others := sorted(set(given) - {LORA_ORDER.name, _DEADLINE}):
             shown = others[0] if len(others[0]) <= 60 else "other parameter"
             raise InvalidRequest(f"{LORA_ORDER.name} takes no {shown}")
-        if len(given) > 1:
+        if given.count(LORA_ORDER.name) > 1:
             raise InvalidRequest(f"{LORA_ORDER.name} is an input or a parameter, not both")
         return parse_adapter_order(order), True
     if REQUEST.name not in inputs:

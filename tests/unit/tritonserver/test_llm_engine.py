@@ -160,8 +160,12 @@ def test_an_order_stands_alone(
     assert error.message() == f"INVALID_ARG: lora_order {message}"
 
 
-def test_an_order_may_have_parameters_of_triton(model: Model) -> None:
-    order = pb_utils.InferenceRequest(ORDER, parameters={"timeout": 10**9, "triton_x": True})
+def test_an_order_may_have_a_deadline_and_parameters_of_triton(model: Model) -> None:
+    """The package's own client tells its deadline with every request, as an input."""
+    order = pb_utils.InferenceRequest(
+        {**ORDER, "timeout_ms": np.array([60_000], np.int32)},
+        parameters={"timeout": 10**9, "triton_x": True},
+    )
     model.execute([order])
     response, _ = order.sender.sent.get(timeout=PATIENCE_S)
     assert response is not None and response.error() is None

@@ -20,7 +20,7 @@ from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import ConfigError, EngineFailure, Overloaded
 from minisgl_backend.offline.llm import LLM
 from minisgl_backend.replicas.messages import Message
-from minisgl_backend.replicas.process import Place, ReplicaProcess
+from minisgl_backend.replicas.process import ReplicaPlace, ReplicaProcess
 from minisgl_backend.replicas.start import cpu_places, gpu_places, start_replicas
 from minisgl_backend.request import (
     Embedded,
@@ -314,7 +314,7 @@ def test_a_replica_that_cannot_start_ends_the_start_while_others_load() -> None:
 
 
 def test_a_process_that_the_system_does_not_start_is_a_config_error() -> None:
-    replica = ReplicaProcess(1, ["/nonexistent"], Place(environment={}), {})
+    replica = ReplicaProcess(1, ["/nonexistent"], ReplicaPlace(environment={}), {})
     replica.start()
     with pytest.raises(ConfigError, match=r"its process cannot be started: .*/nonexistent"):
         replica.started.result(60)
@@ -342,7 +342,10 @@ def test_an_error_of_the_parent_is_not_taken_for_a_start_that_failed(
 ) -> None:
     options = asdict(EngineOptions(**{**OPTIONS, "num_pages": 64}))
     command = [sys.executable, "-m", "minisgl_backend.replica"]
-    replica, owner = ReplicaProcess(0, command, Place(environment={}), options), BrokenOwner()
+    replica, owner = (
+        ReplicaProcess(0, command, ReplicaPlace(environment={}), options),
+        BrokenOwner(),
+    )
     replica.serve(owner)
     replica.start()
     try:

@@ -42,6 +42,11 @@ class ConfigReader:
         """The same with ``defaults`` for keys that are absent; null stays null."""
         return ConfigReader({**defaults, **dict.fromkeys(self.nulls), **self.values}, self.where)
 
+    def with_values(self, **values: Any) -> ConfigReader:
+        """The same with ``values`` in place of what the file says."""
+        nulls = dict.fromkeys(self.nulls)
+        return ConfigReader({**nulls, **self.values, **values}, self.where)
+
     def part(self, key: str) -> ConfigReader:
         """The object under ``key``; ``ConfigError`` if it is absent."""
         if not self.table(key):

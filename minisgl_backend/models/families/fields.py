@@ -6,12 +6,14 @@ What all families share is in ``models.common_fields``. Must not know any partic
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 from minisgl_backend.experts_spec import RoutingRule
 from minisgl_backend.models.common_fields import common_fields
 from minisgl_backend.models.config_json import ConfigReader
-from minisgl_backend.models.spec import MOST_EXPERTS, RopeSpec
+from minisgl_backend.models.spec import MOST_EXPERTS, ModelSpec, RopeSpec
+from minisgl_backend.models.tensor_names import MULTIMODAL
 
 ATTENTION_KINDS: Final = ("sliding_attention", "full_attention")
 
@@ -31,11 +33,23 @@ def text_config(config: ConfigReader, *, tied: bool) -> ConfigReader:
     return ConfigReader(values, text.where)
 
 
+def text_part(spec: ModelSpec, architecture: str) -> ModelSpec:
+    """The same model as a part of a larger one, with the names that its tensors have there."""
+    renamed = (*MULTIMODAL.renamed, *spec.names.renamed)
+    names = replace(spec.names, renamed=renamed, multimodal=True)
+    return replace(spec, architecture=architecture, names=names)
+
+
+def attention_biases(config: ConfigReader, default: bool = False) -> dict[str, Any]:
+    """Whether all projections of attention have biases: ``attention_bias``."""
+    bias = config.flag("attention_bias", default)
+    return {"qkv_bias": bias, "output_bias": bias}
+
+
 def qk_normed_fields(config: ConfigReader, *, head_dim: int | None = None) -> dict[str, Any]:
     """The common fields, with queries and keys normalized by head, and perhaps biases."""
-    bias = config.flag("attention_bias")
     fields = common_fields(config, head_dim=head_dim)
-    return {**fields, "qk_norm": "head", "qkv_bias": bias, "output_bias": bias}
+    return {**fields, "qk_norm": "head", **attention_biases(config)}
 
 
 def read_routing(
@@ -90,8 +104,7 @@ def read_ropes_by_kind(
     by_kind = {kind: tables.table(kind) for kind in ATTENTION_KINDS if kind in tables.values}
     if not by_kind:
         return by_kind, read(config)
-    values = {**config.values, "rope_parameters": by_kind.get("full_attention", {})}
-    return by_kind, read(ConfigReader(values, config.where))
+    return by_kind, read(config.with_values(rope_parameters=by_kind.get("full_attention", {})))
 
 
 def set_kinds(fields: dict[str, Any], kinds: Sequence[str], window: int, local: RopeSpec) -> None:

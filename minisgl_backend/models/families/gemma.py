@@ -14,9 +14,11 @@ from minisgl_backend.models.common_fields import common_fields, read_rope
 from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.families.fields import (
     ATTENTION_KINDS,
+    attention_biases,
     read_ropes_by_kind,
     set_kinds,
     text_config,
+    text_part,
 )
 from minisgl_backend.models.spec import (
     MOST_EXPERTS,
@@ -27,7 +29,7 @@ from minisgl_backend.models.spec import (
     ModelSpec,
     MoeSpec,
 )
-from minisgl_backend.models.tensor_names import MULTIMODAL, TensorNames
+from minisgl_backend.models.tensor_names import TensorNames
 
 
 def read_gemma3_text(config: ConfigReader) -> ModelSpec:
@@ -54,17 +56,15 @@ def read_gemma3_text(config: ConfigReader) -> ModelSpec:
             raise config.error("rope_scaling", f"a stretch of {rope.max_positions}", rope.factor)
         fields["rope"] = replace(rope, max_positions=int(unstretched))
     set_kinds(fields, kinds, config.integer("sliding_window", 4096), local)
-    bias = config.flag("attention_bias")
     return ModelSpec(
         architecture="Gemma3ForCausalLM",
-        qkv_bias=bias,
-        output_bias=bias,
         qk_norm="head",
         norms="around",
         norm_offset=1.0,
         gate="gelu",
         attention_scale=config.number("query_pre_attn_scalar", 256) ** -0.5,
         embedding_scale=fields["hidden_size"] ** 0.5,
+        **attention_biases(config),
         **fields,
     )
 
@@ -72,7 +72,7 @@ def read_gemma3_text(config: ConfigReader) -> ModelSpec:
 def read_gemma3(config: ConfigReader) -> ModelSpec:
     """``Gemma3ForConditionalGeneration``, the text part."""
     spec = read_gemma3_text(text_config(config, tied=True))
-    return replace(spec, architecture="Gemma3ForConditionalGeneration", names=MULTIMODAL)
+    return text_part(spec, "Gemma3ForConditionalGeneration")
 
 
 def read_gemma4_text(config: ConfigReader) -> ModelSpec:
@@ -105,11 +105,8 @@ def read_gemma4_text(config: ConfigReader) -> ModelSpec:
         fields["moe"] = _experts_beside(config, num_layers)
     is_capped = "final_logit_softcapping" in config.values
     full = frozenset(layer for layer, kind in enumerate(kinds) if kind == "full_attention")
-    bias = config.flag("attention_bias")
     return ModelSpec(
         architecture="Gemma4ForCausalLM",
-        qkv_bias=bias,
-        output_bias=bias,
         qk_norm="head",
         value_norm=True,
         keys_are_values=full if are_keys else frozenset(),
@@ -120,13 +117,15 @@ def read_gemma4_text(config: ConfigReader) -> ModelSpec:
         logit_cap=config.number("final_logit_softcapping") if is_capped else 0.0,
         scaled_layers=True,
         names=TensorNames(left_out=_unused_kv_names(range(first_reader, num_layers))),
+        **attention_biases(config),
         **fields,
     )
 
 
 def read_gemma4(config: ConfigReader) -> ModelSpec:
     """``Gemma4ForConditionalGeneration``, the text part."""
-    return _multimodal(read_gemma4_text(text_config(config, tied=True)), "Gemma4")
+    spec = read_gemma4_text(text_config(config, tied=True))
+    return text_part(spec, "Gemma4ForConditionalGeneration")
 
 
 def read_gemma4_unified_text(config: ConfigReader) -> ModelSpec:
@@ -141,13 +140,7 @@ def read_gemma4_unified(config: ConfigReader) -> ModelSpec:
     """``Gemma4UnifiedForConditionalGeneration``, the text part: Gemma 4 12B, which takes images and
     audio without an encoder."""
     spec = read_gemma4_unified_text(text_config(config, tied=True))
-    return _multimodal(spec, "Gemma4Unified")
-
-
-def _multimodal(spec: ModelSpec, family: str) -> ModelSpec:
-    """The same, for the text part of a multimodal checkpoint."""
-    names = replace(MULTIMODAL, left_out=spec.names.left_out)
-    return replace(spec, architecture=f"{family}ForConditionalGeneration", names=names)
+    return text_part(spec, "Gemma4UnifiedForConditionalGeneration")
 
 
 def _gemma(config: ConfigReader, **defaults: object) -> ConfigReader:

@@ -9,7 +9,12 @@ from minisgl_backend.experts_spec import ExpertsSpec
 from minisgl_backend.gates import ClampedGate
 from minisgl_backend.models.common_fields import common_fields
 from minisgl_backend.models.config_json import ConfigReader
-from minisgl_backend.models.families.fields import ATTENTION_KINDS, read_routing, windows_by_kind
+from minisgl_backend.models.families.fields import (
+    ATTENTION_KINDS,
+    attention_biases,
+    read_routing,
+    windows_by_kind,
+)
 from minisgl_backend.models.spec import ModelSpec, MoeSpec
 from minisgl_backend.models.tensor_names import TensorNames
 
@@ -40,7 +45,7 @@ def read_gpt_oss(config: ConfigReader) -> ModelSpec:
     if not config.table("rope_scaling") and not config.table("rope_parameters"):
         config = config.with_defaults(rope_scaling=dict(_GPT_OSS_ROPE))
     fields = common_fields(config)
-    num_layers, bias = fields["num_layers"], config.flag("attention_bias", True)
+    num_layers = fields["num_layers"]
     kinds = config.layer_kinds(ATTENTION_KINDS, num_layers) or [
         "full_attention" if layer % 2 else "sliding_attention" for layer in range(num_layers)
     ]
@@ -56,10 +61,9 @@ def read_gpt_oss(config: ConfigReader) -> ModelSpec:
     )
     return ModelSpec(
         architecture="GptOssForCausalLM",
-        qkv_bias=bias,
-        output_bias=bias,
         sinks=True,
         moe=MoeSpec(experts=experts, layers=frozenset(range(num_layers))),
         names=TensorNames(keeps_stacks=True),
+        **attention_biases(config, default=True),
         **fields,
     )

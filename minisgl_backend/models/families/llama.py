@@ -6,6 +6,7 @@ from minisgl_backend.models.common_fields import common_fields
 from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.families.fields import (
     ATTENTION_KINDS,
+    attention_biases,
     read_rotating,
     read_window,
     windows_by_kind,
@@ -15,28 +16,24 @@ from minisgl_backend.models.spec import ModelSpec
 
 def read_llama(config: ConfigReader) -> ModelSpec:
     """``LlamaForCausalLM``, Llama 2 and 3: biases are optional, and then in all projections."""
-    bias = config.flag("attention_bias")
     return ModelSpec(
         architecture="LlamaForCausalLM",
-        qkv_bias=bias,
-        output_bias=bias,
         mlp_bias=config.flag("mlp_bias"),
+        **attention_biases(config),
         **common_fields(config),
     )
 
 
 def read_granite(config: ConfigReader) -> ModelSpec:
     """``GraniteForCausalLM``, Granite 3: Llama with multipliers."""
-    bias = config.flag("attention_bias")
     return ModelSpec(
         architecture="GraniteForCausalLM",
-        qkv_bias=bias,
-        output_bias=bias,
         mlp_bias=config.flag("mlp_bias"),
         attention_scale=config.number("attention_multiplier", 1.0),
         embedding_scale=config.number("embedding_multiplier", 1.0),
         branch_scale=config.number("residual_multiplier", 1.0),
         logit_scale=1 / config.number("logits_scaling", 1.0),
+        **attention_biases(config),
         **common_fields(config),
     )
 
@@ -51,7 +48,7 @@ def read_smollm3(config: ConfigReader) -> ModelSpec:
         tie_word_embeddings=True,
     )
     fields = common_fields(config)
-    num_layers, bias = fields["num_layers"], config.flag("attention_bias")
+    num_layers = fields["num_layers"]
     rotates = read_rotating(config, num_layers)
     fields["ropes"] = tuple(fields["rope"] if one else None for one in rotates)
     is_windowed = config.flag("use_sliding_window")
@@ -62,8 +59,7 @@ def read_smollm3(config: ConfigReader) -> ModelSpec:
         fields["windows"] = windows_by_kind(kinds, read_window(config))
     return ModelSpec(
         architecture="SmolLM3ForCausalLM",
-        qkv_bias=bias,
-        output_bias=bias,
         mlp_bias=config.flag("mlp_bias"),
+        **attention_biases(config),
         **fields,
     )

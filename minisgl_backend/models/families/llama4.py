@@ -9,12 +9,17 @@ from minisgl_backend.errors import ConfigError
 from minisgl_backend.experts_spec import ExpertsSpec, SharedExpert
 from minisgl_backend.models.common_fields import common_fields
 from minisgl_backend.models.config_json import ConfigReader
-from minisgl_backend.models.families.fields import read_rotating, read_routing, text_config
+from minisgl_backend.models.families.fields import (
+    attention_biases,
+    read_rotating,
+    read_routing,
+    text_config,
+    text_part,
+)
 from minisgl_backend.models.spec import MOST_WIDTH, ModelSpec, MoeSpec, QueryGrowth
-from minisgl_backend.models.tensor_names import MULTIMODAL, TensorNames
+from minisgl_backend.models.tensor_names import TensorNames
 
 _KINDS: Final = ("chunked_attention", "full_attention")
-_RENAMED: Final = ((".feed_forward.", ".mlp."),)
 
 
 def read_llama4_text(config: ConfigReader) -> ModelSpec:
@@ -30,7 +35,7 @@ def read_llama4_text(config: ConfigReader) -> ModelSpec:
         max_position_embeddings=2**17,
     )
     fields = common_fields(config)
-    num_layers, bias = fields["num_layers"], config.flag("attention_bias")
+    num_layers = fields["num_layers"]
     is_normed, rope = config.flag("use_qk_norm", True), replace(fields["rope"], interleaved=True)
     if is_normed and rope.attention_factor != 1.0:
         raise ConfigError(
@@ -48,13 +53,12 @@ def read_llama4_text(config: ConfigReader) -> ModelSpec:
     fields["intermediate_size"] = config.integer("intermediate_size_mlp", 16384, maximum=MOST_WIDTH)
     return ModelSpec(
         architecture="Llama4ForCausalLM",
-        qkv_bias=bias,
-        output_bias=bias,
         qk_norm="unweighted" if is_normed else None,
         query_growth=_growth(config, rotates),
         sections=any(fields["windows"]),
         moe=moe,
-        names=TensorNames(renamed=_RENAMED, transposed_stacks=True),
+        names=TensorNames(renamed=((".feed_forward.", ".mlp."),), transposed_stacks=True),
+        **attention_biases(config),
         **fields,
     )
 
@@ -62,8 +66,7 @@ def read_llama4_text(config: ConfigReader) -> ModelSpec:
 def read_llama4(config: ConfigReader) -> ModelSpec:
     """``Llama4ForConditionalGeneration``, the text part."""
     spec = read_llama4_text(text_config(config, tied=False))
-    names = replace(MULTIMODAL, renamed=(*MULTIMODAL.renamed, *_RENAMED), transposed_stacks=True)
-    return replace(spec, architecture="Llama4ForConditionalGeneration", names=names)
+    return text_part(spec, "Llama4ForConditionalGeneration")
 
 
 def _growth(config: ConfigReader, rotates: list[bool]) -> QueryGrowth | None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from minisgl_backend.experts_spec import ExpertsSpec
 from minisgl_backend.models.common_fields import common_fields
 from minisgl_backend.models.config_json import ConfigReader
@@ -12,10 +10,11 @@ from minisgl_backend.models.families.fields import (
     read_routing,
     read_window,
     text_config,
+    text_part,
     windows_by_kind,
 )
 from minisgl_backend.models.spec import ModelSpec, MoeSpec, QueryGrowth
-from minisgl_backend.models.tensor_names import MULTIMODAL, TensorNames
+from minisgl_backend.models.tensor_names import TensorNames
 
 
 def read_mistral(config: ConfigReader) -> ModelSpec:
@@ -86,5 +85,4 @@ def read_mistral3(config: ConfigReader) -> ModelSpec:
     kind = text.word("model_type", "mistral")
     if kind not in readers:
         raise text.error("model_type", "one of " + ", ".join(readers), kind)
-    spec = readers[kind](text)
-    return replace(spec, architecture="Mistral3ForConditionalGeneration", names=MULTIMODAL)
+    return text_part(readers[kind](text), "Mistral3ForConditionalGeneration")

@@ -6,7 +6,12 @@ from typing import Any
 
 from minisgl_backend.models.common_fields import common_fields, read_rope
 from minisgl_backend.models.config_json import ConfigReader
-from minisgl_backend.models.families.fields import ATTENTION_KINDS, read_ropes_by_kind, set_kinds
+from minisgl_backend.models.families.fields import (
+    ATTENTION_KINDS,
+    attention_biases,
+    read_ropes_by_kind,
+    set_kinds,
+)
 from minisgl_backend.models.spec import ModelSpec
 
 
@@ -34,11 +39,9 @@ def read_olmo3(config: ConfigReader) -> ModelSpec:
 
 def _olmo_fields(config: ConfigReader) -> dict[str, Any]:
     config = config.with_defaults(rms_norm_eps=1e-5)
-    bias = config.flag("attention_bias")
     return {
         **common_fields(config),
         "norms": "after",
         "qk_norm": "token",
-        "qkv_bias": bias,
-        "output_bias": bias,
+        **attention_biases(config),
     }

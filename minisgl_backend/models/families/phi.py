@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from minisgl_backend.models.common_fields import common_fields
 from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.families.fields import read_window
@@ -28,13 +30,12 @@ def read_phi3(config: ConfigReader) -> ModelSpec:
 def _longrope(config: ConfigReader) -> ConfigReader:
     """The same with a single name for what Phi-3's config.json calls ``su``, ``yarn`` or
     ``longrope``."""
-    values = {**config.values, **dict.fromkeys(config.nulls)}
-    values.setdefault("original_max_position_embeddings", 4096)
+    tables: dict[str, Any] = {}
     for key in ("rope_scaling", "rope_parameters"):
         table = dict(config.table(key))
         for name in ("type", "rope_type"):
             if table.get(name) in ("su", "yarn"):
                 table[name] = "longrope"
         if table:
-            values[key] = table
-    return ConfigReader(values, config.where)
+            tables[key] = table
+    return config.with_defaults(original_max_position_embeddings=4096).with_values(**tables)

@@ -80,8 +80,7 @@ def _qwen(config: ConfigReader) -> ConfigReader:
         return config
     usual = chunks.integer("original_max_position_embeddings", chunks.integer("chunk_size"))
     context = min(usual, config.integer("max_position_embeddings", usual))
-    values = {**dict.fromkeys(config.nulls), **config.values, "max_position_embeddings": context}
-    return ConfigReader(values, config.where)
+    return config.with_values(max_position_embeddings=context)
 
 
 def _windows(config: ConfigReader, num_layers: int) -> tuple[int | None, ...]:

@@ -8,9 +8,15 @@ from typing import Any, Final
 from minisgl_backend.experts_spec import ExpertsSpec, SharedExpert
 from minisgl_backend.models.common_fields import common_fields
 from minisgl_backend.models.config_json import ConfigReader
-from minisgl_backend.models.families.fields import read_routing, sparse_layers, text_config
+from minisgl_backend.models.families.fields import (
+    attention_biases,
+    read_routing,
+    sparse_layers,
+    text_config,
+    text_part,
+)
 from minisgl_backend.models.spec import MOST_HEADS, MOST_WIDTH, DeltaSpec, ModelSpec, MoeSpec
-from minisgl_backend.models.tensor_names import MULTIMODAL, TensorNames
+from minisgl_backend.models.tensor_names import TensorNames
 
 _HYBRID_KINDS: Final = ("linear_attention", "full_attention")
 _STATE_DTYPES: Final = ("float32", "bfloat16", "float16")
@@ -21,13 +27,12 @@ def read_qwen3_next(config: ConfigReader) -> ModelSpec:
     layer and projections that are ordered by key heads."""
     config = config.with_defaults(num_key_value_heads=2, hidden_size=2048, intermediate_size=5632)
     fields, delta = _hybrid_fields(config, by_key_head=True)
-    channels = {"q": delta.key_size, "k": delta.key_size, "v": delta.value_size}
-    convolution = {f"conv_{name}": size for name, size in channels.items()}
     moe = MoeSpec(
         experts=_experts_beside_one(config, 512, 10, normalize=config.flag("norm_topk_prob", True)),
         layers=sparse_layers(config, fields["num_layers"]),
     )
-    names = TensorNames(merged={".linear_attn.conv1d": convolution}, left_out=("mtp.",))
+    merged = {".linear_attn.conv1d": _by_channels("conv", delta)}
+    names = TensorNames(merged=merged, left_out=("mtp.",))
     return ModelSpec(architecture="Qwen3NextForCausalLM", moe=moe, names=names, **fields)
 
 
@@ -36,10 +41,9 @@ def read_qwen3_5(config: ConfigReader) -> ModelSpec:
     gated output and with heads that rotate by a quarter."""
     config = config.with_defaults(num_key_value_heads=4, hidden_size=4096)
     fields, delta = _hybrid_fields(config)
-    channels = {"q": delta.key_size, "k": delta.key_size, "v": delta.value_size}
     merged = {
-        f".linear_attn.{module}": {f"{part}_{name}": size for name, size in channels.items()}
-        for module, part in (("in_proj_qkv", "in_proj"), ("conv1d", "conv"))
+        ".linear_attn.in_proj_qkv": _by_channels("in_proj", delta),
+        ".linear_attn.conv1d": _by_channels("conv", delta),
     }
     names = TensorNames(merged=merged, left_out=("mtp.",))
     return ModelSpec(architecture="Qwen3_5ForCausalLM", names=names, **fields)
@@ -48,8 +52,7 @@ def read_qwen3_5(config: ConfigReader) -> ModelSpec:
 def read_qwen3_5_multimodal(config: ConfigReader) -> ModelSpec:
     """``Qwen3_5ForConditionalGeneration``, the text part: Qwen3.5 and later as they are shipped."""
     spec = read_qwen3_5(text_config(config, tied=False))
-    names = replace(MULTIMODAL, merged=spec.names.merged, left_out=spec.names.left_out)
-    return replace(spec, architecture="Qwen3_5ForConditionalGeneration", names=names)
+    return text_part(spec, "Qwen3_5ForConditionalGeneration")
 
 
 def read_qwen3_5_moe(config: ConfigReader) -> ModelSpec:
@@ -70,8 +73,7 @@ def read_qwen3_5_moe(config: ConfigReader) -> ModelSpec:
 def read_qwen3_5_moe_multimodal(config: ConfigReader) -> ModelSpec:
     """``Qwen3_5MoeForConditionalGeneration``, the text part."""
     spec = read_qwen3_5_moe(text_config(config, tied=False))
-    names = replace(MULTIMODAL, merged=spec.names.merged, left_out=spec.names.left_out)
-    return replace(spec, architecture="Qwen3_5MoeForConditionalGeneration", names=names)
+    return text_part(spec, "Qwen3_5MoeForConditionalGeneration")
 
 
 def _hybrid_fields(
@@ -83,7 +85,7 @@ def _hybrid_fields(
         head_dim=256, partial_rotary_factor=0.25, max_position_embeddings=2**15
     )
     fields = common_fields(config, partial=True)
-    num_layers, bias = fields["num_layers"], config.flag("attention_bias")
+    num_layers = fields["num_layers"]
     every = config.integer("full_attention_interval", 4)
     kinds = config.layer_kinds(_HYBRID_KINDS, num_layers) or [
         "full_attention" if (layer + 1) % every == 0 else "linear_attention"
@@ -109,13 +111,19 @@ def _hybrid_fields(
         )
     more = {
         "qk_norm": "head",
-        "qkv_bias": bias,
-        "output_bias": bias,
+        **attention_biases(config),
         "gated_attention": True,
         "norm_offset": 1.0,
         "delta_net": delta if linear else None,
     }
     return fields | more, delta
+
+
+def _by_channels(module: str, delta: DeltaSpec) -> dict[str, int]:
+    """The modules for queries, keys and values, with their numbers of outputs, that a checkpoint
+    has as one."""
+    sizes = {"q": delta.key_size, "k": delta.key_size, "v": delta.value_size}
+    return {f"{module}_{name}": size for name, size in sizes.items()}
 
 
 def _experts_beside_one(

@@ -167,19 +167,15 @@ class NaiveCache:
     def _judge(self, lease: Lease, num_tokens: int, verified: Verified) -> None:
         """Trust or suspect the pages with the first ``num_tokens`` positions of the lease. Window
         pages are suspect from the start."""
-        if self._windows is not None and verified is not Verified.NONE:
-            begin = 0 if verified is Verified.ALL else lease.num_shared
-            written = lease.pages[begin : num_pages_for(num_tokens, self.page_size)]
-            self._windows.trust(as_array(written))
-        if verified is not Verified.NONE and not self._pool.num_suspect:
+        begin = 0 if verified is Verified.ALL else lease.num_shared
+        written = lease.pages[begin : num_pages_for(num_tokens, self.page_size)]
+        if verified is Verified.NONE:
+            self._pool.suspect(as_array(written))
             return
-        num_written = num_pages_for(num_tokens, self.page_size)
-        if verified is Verified.ALL:
-            self._pool.trust(as_array(lease.pages[:num_written]))
-        elif verified is Verified.OWN:
-            self._pool.trust(as_array(lease.pages[lease.num_shared : num_written]))
-        else:
-            self._pool.suspect(as_array(lease.pages[lease.num_shared : num_written]))
+        if self._windows is not None:
+            self._windows.trust(as_array(written))
+        if self._pool.num_suspect:
+            self._pool.trust(as_array(written))
 
     def _make_room(self, num_pages: int) -> bool:
         return num_pages <= self._pool.num_free

@@ -99,14 +99,14 @@ def numbers(kind: Callable[[str], float]) -> Callable[..., Sequence[float]]:
 
     def parse(ctx: click.Context, param: click.Parameter, value: str) -> Sequence[float]:
         try:
-            numbers = [kind(part) for part in value.split(",") if part]
+            given = [kind(part) for part in value.split(",") if part]
         except ValueError:
             raise click.BadParameter(f"{value!r} is no list of numbers") from None
-        if not all(0 < number < float("inf") for number in numbers):
+        if not all(0 < number < float("inf") for number in given):
             raise click.BadParameter(f"{value!r} has a number that is not above 0")
-        if not numbers and param.default:
+        if not given and param.default:
             raise click.BadParameter("must not be empty")
-        return numbers
+        return given
 
     return parse
 

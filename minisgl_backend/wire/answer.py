@@ -135,14 +135,13 @@ def answer_arrays(
 def logprobs_json(
     token_ids: Sequence[TokenId],
     logprobs: Sequence[TokenLogprobs],
-    token_bytes: Callable[[TokenId], bytes] | None = None,
+    token_bytes: Callable[[TokenId], bytes] | None,
 ) -> str:
     """A JSON list, one object per token: {token id: {logprob, rank, decoded_token, bytes}}.
 
     ``decoded_token`` is there only with ``token_bytes``. If the token has part of a character, for
     which the text holds U+FFFD, ``bytes`` are there, too.
     """
-
     # a client that writes packets by itself may leave some out
     tables = zip(token_ids, logprobs, strict=False)
     return f"[{','.join([_table(*each, token_bytes) for each in tables])}]"

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import suppress
 from ctypes import c_float
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -152,11 +153,9 @@ def _to_flag(name: str, value: Any) -> bool:
 
 def _to_int(name: str, entry: Input, value: Any) -> int:
     number = value
-    if isinstance(value, str) and len(value) <= _MAX_DIGITS and "_" not in value:
-        try:
+    if isinstance(value, str) and _may_be_number(value):
+        with suppress(ValueError):
             number = int(value)
-        except ValueError:
-            number = value
     elif isinstance(value, float) and value.is_integer():
         number = int(value)
     if type(number) is not int:
@@ -172,15 +171,13 @@ def _to_int(name: str, entry: Input, value: Any) -> int:
 
 def _to_number(name: str, entry: Input, value: Any) -> float:
     number: float | None = None
-    if type(value) in (int, float) or (
-        isinstance(value, str) and len(value) <= _MAX_DIGITS and "_" not in value
-    ):
+    if type(value) in (int, float) or (isinstance(value, str) and _may_be_number(value)):
         try:
             number = round_to_float32(float(value))
         except OverflowError:
             number = math.inf
         except ValueError:
-            number = None
+            pass
     if number is None:
         raise InvalidRequest(f"{name} must be a number, got {quoted(value)}")
     if (
@@ -189,8 +186,14 @@ def _to_number(name: str, entry: Input, value: Any) -> float:
         or (entry.above is not None and number <= entry.above)
         or (entry.maximum is not None and number > entry.maximum)
     ):
-        _out_of_range(name, entry, float(value) if isinstance(value, str) else value)
+        shown = quoted(float(value) if isinstance(value, str) else value)
+        raise InvalidRequest(f"{name} must be {_range_of(entry)}, got {shown}")
     return number
+
+
+def _may_be_number(text: str) -> bool:
+    """Whether Python should read a number in the text: it also takes 1_000, which JSON does not."""
+    return len(text) <= _MAX_DIGITS and "_" not in text
 
 
 def round_to_float32(value: float) -> float:
@@ -198,16 +201,16 @@ def round_to_float32(value: float) -> float:
     return c_float(value).value + 0.0  # -0.0 becomes 0.0
 
 
-def _out_of_range(name: str, entry: Input, value: Any) -> NoReturn:
-    terms = ["finite"] if entry.kind is Kind.NUMBER else []
+def _range_of(entry: Input) -> str:
+    """The range of a number in words."""
+    terms = ["finite"]
     if entry.minimum is not None:
         terms.append(f">= {entry.minimum:g}")
     if entry.above is not None:
         terms.append(f"> {entry.above:g}")
     if entry.maximum is not None:
         terms.append(f"<= {entry.maximum:g}")
-    rule = " and ".join(filter(None, (", ".join(terms[:-1]), terms[-1])))
-    raise InvalidRequest(f"{name} must be {rule}, got {quoted(value)}")
+    return " and ".join(filter(None, (", ".join(terms[:-1]), terms[-1])))
 
 
 def _to_biases(name: str, value: Any) -> tuple[tuple[int, float], ...]:

@@ -284,7 +284,7 @@ def test_logprobs_as_json() -> None:
             "5": {"logprob": -0.25, "rank": 1, "decoded_token": five},
         },
     ]
-    without_text = json.loads(logprobs_json([5], [TokenLogprobs(float("nan"), 1)]))
+    without_text = json.loads(logprobs_json([5], [TokenLogprobs(float("nan"), 1)], None))
     assert without_text == [{"5": {"logprob": LEAST_LOGPROB, "rank": 1}}]
 
 

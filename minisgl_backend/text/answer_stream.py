@@ -91,9 +91,6 @@ class AnswerStream:
         """Set once the client has everything; later packets get no answer."""
         self.stopped = 0
         """A bit for each sample that a stop string ended: see ``Ack``."""
-        self.heard_s = 0.0
-        """When the last packet came, a reading of ``time.monotonic``, as is ``next_poll_s``."""
-        self.next_poll_s = 0.0
         """When to ask Triton again whether the client has cancelled."""
         self._vocabulary = vocabulary
         self._prompt_logprobs = [NO_LOGPROBS]  # as JSON: see ``prompt_logprobs_json``

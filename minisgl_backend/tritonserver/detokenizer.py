@@ -20,6 +20,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 from minisgl_backend.errors import EngineFailure
@@ -55,6 +56,16 @@ _SILENT_S: Final = 60.0
 """An engine is never silent for this long about an open stream: it would send probes."""
 
 
+@dataclass(slots=True, eq=False)
+class _Stream:
+    """A stream's answers; when its last packet came, and when Triton is to be asked whether its
+    client has cancelled, readings of ``time.monotonic``."""
+
+    answers: AnswerStream
+    heard_s: float
+    next_poll_s: float
+
+
 class TritonPythonModel:
     """What Triton's Python backend loads, calls and unloads."""
 
@@ -62,7 +73,7 @@ class TritonPythonModel:
     def initialize(self, args: Mapping[str, str]) -> None:
         """Load the tokenizer's table of bytes."""
         self._vocabulary = load_vocabulary(tokenizer_folder(engine_options(args)))
-        self._streams: OrderedDict[int, AnswerStream] = OrderedDict()
+        self._streams: OrderedDict[int, _Stream] = OrderedDict()
         """By key; those that have been silent the longest come first."""
         self._lock = threading.Lock()
         self._channel = DetokenizerChannel(on_forget=self._forget)
@@ -110,7 +121,7 @@ class TritonPythonModel:
         except Exception as error:
             verdict, response = Verdict.FAILED, error_response(error, responder.label)
             if stream is not None:
-                stream.over = verdict
+                stream.answers.over = verdict
         # before the answer is sent, so that the engine can prepare the next packet in the meantime;
         # that packet waits on this lane until this call is over, so they stay in order
         self._acknowledge(packet, verdict, stream)
@@ -119,16 +130,16 @@ class TritonPythonModel:
         else:
             responder.finish()
 
-    def _stream(self, packet: Packet) -> AnswerStream | None:
+    def _stream(self, packet: Packet) -> _Stream | None:
         """The stream of a packet, a new one if it is the first; None if it is not known."""
         now_s = time.monotonic()
         with self._lock:
             stream = self._streams.get(packet.key)
             if stream is None and packet.index == 0 and packet.start is not None:
                 self._drop_silent(now_s)
-                stream = AnswerStream(self._vocabulary, packet.start)
-                if packet.deltas:  # not a probe, so it has not waited for its first token
-                    stream.next_poll_s = now_s + _POLL_EVERY_S
+                # a probe means that it has waited for its first token
+                next_poll_s = now_s + _POLL_EVERY_S if packet.deltas else now_s
+                stream = _Stream(AnswerStream(self._vocabulary, packet.start), now_s, next_poll_s)
                 self._streams[packet.key] = stream
             if stream is not None:
                 stream.heard_s = now_s
@@ -143,40 +154,43 @@ class TritonPythonModel:
             del self._streams[key]
 
     def _answer(
-        self, packet: Packet, stream: AnswerStream | None, responder: Responder
+        self, packet: Packet, stream: _Stream | None, responder: Responder
     ) -> tuple[Verdict, Any | None]:
         """The verdict for the engine, and the response for the client, None for an empty one."""
         if stream is None:
             error = EngineFailure("the detokenizer was restarted and lost this request")
             return Verdict.FAILED, error_response(error, responder.label)
-        if stream.over is not None:
-            return stream.over, None
+        answers = stream.answers
+        if answers.over is not None:
+            return answers.over, None
         if self._is_cancelled(stream, responder):
-            stream.over = Verdict.CANCELLED
-            return stream.over, None
+            answers.over = Verdict.CANCELLED
+            return answers.over, None
         if packet.error is not None:
-            stream.over = Verdict.STOP
-            return stream.over, error_response(packet.error, responder.label)
-        answer = stream.push(packet)
-        verdict = stream.over or Verdict.CONTINUE
+            answers.over = Verdict.STOP
+            return answers.over, error_response(packet.error, responder.label)
+        answer = answers.push(packet)
+        verdict = answers.over or Verdict.CONTINUE
         if answer is None:
             return verdict, None
-        wanted = stream.start.wanted
+        wanted = answers.start.wanted
         return verdict, make_response(answer_arrays(answer, wanted, self._vocabulary.token_bytes))
 
-    def _is_cancelled(self, stream: AnswerStream, responder: Responder) -> bool:
+    def _is_cancelled(self, stream: _Stream, responder: Responder) -> bool:
         now_s = time.monotonic()
         if now_s < stream.next_poll_s:
             return False
         stream.next_poll_s = now_s + max(_POLL_EVERY_S, len(self._streams) / _MOST_POLLS_PER_S)
         return responder.is_cancelled()
 
-    def _acknowledge(self, packet: Packet, verdict: Verdict, stream: AnswerStream | None) -> None:
+    def _acknowledge(self, packet: Packet, verdict: Verdict, stream: _Stream | None) -> None:
         if packet.is_last:
             with self._lock:  # it was the last, which needs no acknowledgement
                 self._streams.pop(packet.key, None)
             return
-        stopped = stream.stopped if stream is not None and verdict is Verdict.CONTINUE else 0
+        stopped = 0
+        if stream is not None and verdict is Verdict.CONTINUE:
+            stopped = stream.answers.stopped
         ack = Ack(packet.key, packet.index, verdict, stopped)
         every_s = min(_MOST_ACKS_S, _EACH_ACK_S * len(self._streams))
         self._channel.acknowledge(packet.reply_to, ack, every_s=every_s)

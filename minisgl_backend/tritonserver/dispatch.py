@@ -79,8 +79,8 @@ class Dispatcher:
     ) -> None:
         """``grace_s`` is that of ``Window.is_overdue``. The channel's socket goes into
         ``directory``; ``on_packet`` gets each packet's number of tokens. ``before_end`` is called
-        when a sample has ended, before its client can know.
-        ``requests_wait`` says whether new requests wait to be taken in.
+        when a sample has ended, before its client can know. ``requests_wait`` says whether new
+        requests wait to be taken in.
         """
         # one for every two cores: at least 6 packets under way keep a small machine busy, more than
         # 16 are no faster, and more than 4 senders get in each other's way

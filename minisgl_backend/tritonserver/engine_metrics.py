@@ -147,7 +147,7 @@ class ReportedEngine:
         self._counters = self._families.counters(_COUNTERS)
         self._gauges = self._families.gauges(_GAUGES)
         self._requests, self._pages = self._make_load_gauges()
-        self._cache_info = self._make_cache_info(options)
+        self._cache_info: ReportedMetric | None = self._make_cache_info(options)
         self._adapters = (
             AdapterGauge(self._families, options.max_loras) if options.enable_lora else None
         )
@@ -301,7 +301,7 @@ class ReportedEngine:
             ),
         )
 
-    def _make_cache_info(self, options: EngineOptions) -> ReportedMetric | None:
+    def _make_cache_info(self, options: EngineOptions) -> ReportedMetric:
         """The fixed facts about the KV cache, as labels of a gauge that is always 1, as in vLLM."""
         info = self._engine.info
         labels = {

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final, Protocol
 
@@ -28,6 +29,7 @@ from minisgl_backend.runtime.engine_base import EngineInfo
 from minisgl_backend.tritonserver.responder import Responder, error_response
 from minisgl_backend.tritonserver.response_stream import ResponseStream
 from minisgl_backend.tritonserver.tensors import (
+    Arrays,
     bytes_array,
     checked_size,
     make_response,
@@ -43,6 +45,7 @@ from minisgl_backend.wire.answer import (
     most_likely,
     prompt_logprobs_json,
 )
+from minisgl_backend.wire.entries import Tensor
 from minisgl_backend.wire.gather import is_of_triton
 from minisgl_backend.wire.generation import (
     AdapterOrder,
@@ -55,6 +58,7 @@ from minisgl_backend.wire.packets import Packet, SampleDelta, StreamStart, encod
 from minisgl_backend.wire.parameters import CHUNK, INPUT_IDS, LORA_ORDER, REQUEST
 from minisgl_backend.wire.parse import parse_adapter_order, parse_token_generation
 from minisgl_backend.wire.record import decode_record
+from minisgl_backend.wire.values import to_text
 
 _STOP_STRINGS_EVERY_S: Final = 0.1
 """How often the tokens of a request that is answered only at its end are checked for stop strings.
@@ -72,19 +76,9 @@ def read_request(
     inputs = read_inputs(request)
     parameters = read_parameters(request)
     checked_size(request, inputs, limits)
-    order: str | None = None
-    if LORA_ORDER.name in inputs:
-        order = inputs[LORA_ORDER.name].item(0).decode(errors="replace")  # then it is no JSON
-    elif LORA_ORDER.name in parameters:
-        order = str(parameters[LORA_ORDER.name])
+    order = _read_order(inputs, parameters)
     if order is not None:
-        given = [*inputs, *(name for name in parameters if not is_of_triton(name))]
-        if others := sorted(set(given) - {LORA_ORDER.name, _DEADLINE}):
-            shown = others[0] if len(others[0]) <= 60 else "other parameter"
-            raise InvalidRequest(f"{LORA_ORDER.name} takes no {shown}")
-        if given.count(LORA_ORDER.name) > 1:
-            raise InvalidRequest(f"{LORA_ORDER.name} is an input or a parameter, not both")
-        return parse_adapter_order(order), True
+        return order, True
     if REQUEST.name not in inputs:
         parsed = parse_token_generation(
             inputs,
@@ -97,8 +91,27 @@ def read_request(
     ids = inputs.get(INPUT_IDS.name)
     if ids is None:
         raise InvalidRequest("request goes with input_ids")
-    record = inputs[REQUEST.name].item(0).decode(errors="replace")  # then it is no JSON
-    return decode_record(record, ids.reshape(-1), limits), False
+    return decode_record(_text_of(inputs, REQUEST), ids.reshape(-1), limits), False
+
+
+def _read_order(inputs: Arrays, parameters: Mapping[str, Any]) -> AdapterOrder | None:
+    """The order about adapters, if the request is one: then it holds nothing else."""
+    given = [*inputs, *(name for name in parameters if not is_of_triton(name))]
+    if LORA_ORDER.name not in given:
+        return None
+    if others := sorted(set(given) - {LORA_ORDER.name, _DEADLINE}):
+        shown = others[0] if len(others[0]) <= 60 else "other parameter"
+        raise InvalidRequest(f"{LORA_ORDER.name} takes no {shown}")
+    if given.count(LORA_ORDER.name) > 1:
+        raise InvalidRequest(f"{LORA_ORDER.name} is an input or a parameter, not both")
+    if LORA_ORDER.name in parameters:
+        return parse_adapter_order(str(parameters[LORA_ORDER.name]))
+    return parse_adapter_order(_text_of(inputs, LORA_ORDER))
+
+
+def _text_of(inputs: Arrays, tensor: Tensor) -> str:
+    """The text in a tensor of one string. Raises ``InvalidRequest``."""
+    return to_text(tensor.name, inputs[tensor.name].item(0))
 
 
 class Engine(Protocol):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,7 @@ import triton_python_backend_utils as pb_utils
 from minisgl_backend.errors import InvalidRequest
 from minisgl_backend.limits import Limits
 
-Arrays = Mapping[str, npt.NDArray[Any]]
+Arrays: TypeAlias = Mapping[str, npt.NDArray[Any]]
 
 
 def read_inputs(request: Any) -> dict[str, npt.NDArray[Any]]:
@@ -70,9 +70,7 @@ def text_array(text: str) -> npt.NDArray[np.object_]:
 
 def texts_array(texts: Sequence[str]) -> npt.NDArray[np.object_]:
     """An array of strings."""
-    array = np.empty(len(texts), dtype=object)
-    array[:] = [text.encode() for text in texts]
-    return array
+    return np.array([text.encode() for text in texts], dtype=np.object_)
 
 
 def bytes_array(data: bytes) -> npt.NDArray[np.uint8]:

@@ -2,11 +2,11 @@
 
 Pure: knows counts and times, which are arguments (readings of one monotonic clock, in seconds).
 
-At most one packet of a stream is unacknowledged, and new tokens gather for the next one:
-at low load each token goes out alone, at high load packets grow to what the server carries, and no
-backlog builds up. Probes, which find out whether the client still listens, pass a closed window,
-too, and so does a stream's last packet, which is not acknowledged. Must not know what a packet
-holds, or how it is sent.
+At most one packet of a stream is unacknowledged, and new tokens gather for the next one: at low
+load each token goes out alone, at high load packets grow to what the server carries, and no backlog
+builds up. Probes, which find out whether the client still listens, pass a closed window, too, and
+so does a stream's last packet, which is not acknowledged. Must not know what a packet holds, or how
+it is sent.
 """
 
 from __future__ import annotations

@@ -452,14 +452,17 @@ def test_a_request_that_was_stopped_in_the_tokenizer(model: Model) -> None:
 
 
 @pytest.mark.parametrize("acknowledged", [True, False])
-def test_ids_and_parameters_that_are_not_utf_8_are_refused(
+def test_ids_parameters_and_texts_that_are_not_utf_8_are_refused(
     model: Model, acknowledged: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     good = request(acknowledged=acknowledged)
     arrays = {tensor.name(): tensor.as_numpy() for tensor in good.inputs()}
+    text = np.array([b'{"unload": "\xff"}'], dtype=object)
     for bad, what in (
         (pb_utils.InferenceRequest(arrays, parameters=b'{"user": "\xff"}'), "request parameters"),
         (pb_utils.InferenceRequest(arrays, request_id=b"job \xff"), "the request id"),
+        (pb_utils.InferenceRequest({"lora_order": text}), "lora_order"),
+        (pb_utils.InferenceRequest({**arrays, "request": text}), "request"),
     ):
         model.execute([bad])
         response, final = bad.sender.sent.get(timeout=PATIENCE_S)

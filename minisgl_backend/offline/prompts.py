@@ -7,7 +7,6 @@ begins with the prompt at fault.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, TypeAlias, TypeGuard
@@ -20,7 +19,7 @@ from minisgl_backend.limits import Limits
 from minisgl_backend.request import EMPTY
 from minisgl_backend.wire.generation import Generation
 from minisgl_backend.wire.parse import parse_values
-from minisgl_backend.wire.values import quoted
+from minisgl_backend.wire.values import as_json, quoted
 
 Message: TypeAlias = Mapping[str, Any]
 """One message of a chat, as in OpenAI's schema: ``role``, ``content``, ``tool_calls``, ..."""
@@ -141,7 +140,7 @@ def _prompt(prompt: object) -> dict[str, Any]:
     if not len(prompt):
         return {"input_ids": EMPTY}
     if isinstance(prompt[0], Mapping):
-        return {"messages": _as_json("messages", prompt)}
+        return {"messages": as_json("messages", prompt)}
     try:
         ids = np.asarray(prompt)
     except ValueError:  # lists of different lengths
@@ -169,7 +168,7 @@ def _given(params: object) -> dict[str, Any]:
         if name in _NOT_HERE:
             raise Unsupported(f"{name} {_NOT_HERE[name]}")
         if name in _JSON and not isinstance(value, str):
-            value = _as_json(name, value)
+            value = as_json(name, value)
         elif isinstance(value, list | tuple):
             value = [_plain(one) for one in value]
         elif isinstance(value, Mapping):
@@ -181,10 +180,3 @@ def _given(params: object) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     """Python's own numbers for those of NumPy."""
     return value.tolist() if isinstance(value, np.ndarray | np.generic) else value
-
-
-def _as_json(name: str, value: object) -> str:
-    try:
-        return json.dumps(value)
-    except (TypeError, ValueError, RecursionError):
-        raise InvalidRequest(f"{name} must be valid JSON") from None

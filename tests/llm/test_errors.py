@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import math
 import os
 import shutil
@@ -20,6 +21,8 @@ from minisgl_backend import LLM
 from minisgl_backend.config import DEMO_MODEL
 from minisgl_backend.errors import ConfigError, EngineFailure, Overloaded, RequestError
 from minisgl_backend.limits import Limits
+from minisgl_backend.offline.prompts import read_prompts
+from minisgl_backend.wire.generation import MessagesPrompt
 from minisgl_backend.wire.parse import parse_generation
 from minisgl_check.processes import children_of
 from tests.fakes.clock import LoopClock, passing_within_the_answer
@@ -192,3 +195,19 @@ def test_a_start_that_fails_leaves_no_thread(tmp_path: Path) -> None:
         LLM(tmp_path / "model", device="cpu")
     gc.collect()
     wait_until(lambda: set(threading.enumerate()) <= before)
+
+
+def test_messages_have_as_much_room_as_in_a_server() -> None:
+    """Escapes of letters beyond ASCII took up to three times the bytes of the letters."""
+    chat = [{"role": "user", "content": "ж" * 100}]
+    (read,) = read_prompts(
+        chat,
+        None,
+        stream=False,
+        arrival_time_ns=0,
+        parse_special_tokens=False,
+        exclude_input_in_output=True,
+        limits=Limits(prompt_bytes=300),
+    )
+    assert isinstance(read.prompt, MessagesPrompt)
+    assert json.loads(read.prompt.messages) == chat

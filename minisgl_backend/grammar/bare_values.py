@@ -28,6 +28,7 @@ from minisgl_backend.grammar.lark import (
     spelled,
     text_of_length,
 )
+from minisgl_backend.grammar.schema_places import escaped
 from minisgl_backend.grammar.value_types import is_of
 from minisgl_backend.request import TokenId
 
@@ -208,7 +209,7 @@ class _Rules:
         behind = ""
         firsts = [""]  # what the object may be from here on
         for name, schema in reversed([*named.items()]):
-            at = f"{place}/properties/{name.replace('~', '~0').replace('/', '~1')}"
+            at = f"{place}/properties/{escaped(name)}"
             member = f"{self._name(name, at)} {quoted(':')} {self.value(schema, at)}"
             member = self._rule(member)
             whole = f"{member} {behind}".strip()

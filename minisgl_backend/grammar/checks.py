@@ -1,4 +1,7 @@
-"""Checks of what a structural tag says, with the place of each mistake."""
+"""Checks of what a structural tag says, with the place of each mistake.
+
+Raises ``InvalidRequest``, or ``Unsupported`` for unknown keys. Must not know any form of tags.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +17,20 @@ MOST_COUNT: Final = 2**31 - 1
 
 
 def check(is_right: object, place: str, expected: str) -> None:
+    """Refuse what is at ``place`` unless it ``is_right``: it must be what is ``expected``."""
     if not is_right:
         raise InvalidRequest(f"{place} must be {expected}")
 
 
 def check_keys(given: Mapping[str, Any], prefix: str, known: tuple[str, ...]) -> None:
+    """Refuse keys that are not ``known``; ``prefix`` is the place before a key, with its dot."""
     for key in given:
         if key not in known:
             raise Unsupported(f"{prefix}{key} of a structural tag is not supported")
 
 
 def check_schema(schema: object, place: str) -> None:
+    """Refuse what is no schema, and the schema false."""
     check(isinstance(schema, dict | bool), place, "a JSON schema")
     check(schema is not False, place, "a JSON schema that some value follows, got false")
 
@@ -45,6 +51,7 @@ def texts(found: Any, place: str) -> list[str]:
 
 
 def flag(given: Mapping[str, Any], key: str, prefix: str) -> bool:
+    """A flag; false if it is not given."""
     value = given.get(key, False)
     check(isinstance(value, bool), f"{prefix}{key}", "true or false")
     return value is True

@@ -30,7 +30,7 @@ def keywords(schema: Any) -> Iterator[tuple[str, str, Any]]:
             waiting += [(f"{place}/{at}", one, True) for at, one in enumerate(value)]
         elif isinstance(value, dict):
             for key, inner in value.items():
-                at = f"{place}/{_escaped(key)}"
+                at = f"{place}/{escaped(key)}"
                 if has_keywords and not says_nothing(key, value):
                     yield at, key, inner
                 if not (has_keywords and key in DATA):
@@ -52,7 +52,7 @@ def _inner(schema: Any) -> Iterator[tuple[str, str, Any]]:
     """What stands where keywords hold schemas: the keyword, the place and the value."""
     for place, key, value in keywords(schema):
         if key in NAMES and isinstance(value, dict):
-            yield from ((key, f"{place}/{_escaped(name)}", one) for name, one in value.items())
+            yield from ((key, f"{place}/{escaped(name)}", one) for name, one in value.items())
         elif key in _LISTS and isinstance(value, list):
             yield from ((key, f"{place}/{at}", one) for at, one in enumerate(value))
         elif key in _SCHEMAS or key in _FURTHER:
@@ -65,6 +65,6 @@ def shown(places: list[str]) -> str:
     return text if len(text) <= _MOST_OF_PLACES else text[:_MOST_OF_PLACES] + "…"
 
 
-def _escaped(key: str) -> str:
+def escaped(key: str) -> str:
     """A step of a JSON pointer, in one line."""
     return quoted(key.replace("~", "~0").replace("/", "~1"))[1:-1]

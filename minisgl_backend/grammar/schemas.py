@@ -62,7 +62,7 @@ _LEAST_SHARE: Final = 1e-13
 with hundreds of digits, and rounds others."""
 _MOST_DEPTH: Final = 128
 """llguidance reads no JSON that is nested more deeply."""
-_MOST_STEPS: Final = 8
+MOST_STEPS: Final = 8
 """The most references in a row that are followed."""
 
 
@@ -334,7 +334,7 @@ class _Alternative:
 
 def _resolved(schema: Any, root: Schema) -> Schema:
     """What a schema refers to, together with what it adds to that; {} if that is not known."""
-    for _ in range(_MOST_STEPS):
+    for _ in range(MOST_STEPS):
         if not isinstance(schema, dict):
             break
         if "$ref" not in schema:

@@ -141,7 +141,7 @@ class _Members:
 
     def _resolved(self, schema: Any, place: str) -> dict[str, Any]:
         """The schema, or that to which it refers, without what only describes its values."""
-        for _ in range(8):
+        for _ in range(schemas.MOST_STEPS):
             if not isinstance(schema, dict):
                 break
             known = dict(schemas.without_notes(schema))

@@ -39,4 +39,5 @@ class ReplicaCounts:
         self.now = _NO_STATS
 
     def total(self) -> EngineStats:
+        """The counts of all processes."""
         return EngineStats.sum([self.past, self.now])

@@ -6,8 +6,8 @@
 
 Triton 24.10 says that it is ready even if its models' processes have died; this endpoint does not.
 Bodies are JSON; those of /live and /ready have the phase and the reasons. A query is ignored, and
-HEAD is answered as GET, without the body: probes differ. Must not know processes:
-two functions tell it all that it reports.
+HEAD is answered as GET, without the body: probes differ. Must not know processes: two functions
+tell it all that it reports.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A private copy of the model repository, with the operator's options written into it.
 
 Knows the layout of a repository and the text format of config.pbtxt. The options are ``parameters``
-of ``llm_engine`` alone; the text models read them there. Must not know which options
-exist or what they mean.
+of ``llm_engine`` alone; the text models read them there. Must not know which options exist or what
+they mean.
 """
 
 from __future__ import annotations

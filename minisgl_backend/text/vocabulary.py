@@ -33,8 +33,8 @@ class Vocabulary:
 
     ``pieces`` holds b"" for special tokens, ``spelled_pieces`` their names. ``first_pieces`` has
     the pieces of a first token, which differ if a decoder drops the space in front of the text;
-    None if they do not.
-    ``leading_spaces`` is the number of spaces that are dropped at the very start of the text.
+    None if they do not. ``leading_spaces`` is the number of spaces that are dropped at the very
+    start of the text.
     """
 
     __slots__ = ("first_pieces", "leading_spaces", "names", "pieces", "special", "spelled_pieces")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from minisgl_backend.runtime_files import OPTIONS_MODEL, State
 from minisgl_backend.server.asking import Asker
@@ -47,6 +47,13 @@ class Fault:
         return frozenset(process.model for process in self.processes)
 
 
+class RequestsSeen(NamedTuple):
+    """Of all engines: how many requests they have seen, and whether any are inside."""
+
+    num_seen: int
+    are_inside: bool
+
+
 class FaultDetector:
     """Checks one server. Belongs to one thread; any thread may read what it saw last."""
 
@@ -61,7 +68,7 @@ class FaultDetector:
         self._models = server.model_names()
         self._asked_s = self._answered_s = self._awake_since_s = float("-inf")
         self._triton_is_ready = False
-        self._noted = (-1, False)
+        self._noted = RequestsSeen(-1, are_inside=False)
         self._failed_before = 0
         self._lost_before: dict[int, int] = {}
 
@@ -109,7 +116,7 @@ class FaultDetector:
         The engine ends such streams at once, but releases of Triton after 24.10 may hold back its
         errors for seconds. Waits a little for them.
         """
-        if not self._noted[1] and self._requests() == self._noted:
+        if not self._noted.are_inside and self._requests() == self._noted:
             return True  # there were no streams
         deadline_s = time.monotonic() + _TOLD_WITHIN_S
         while True:
@@ -159,25 +166,25 @@ class FaultDetector:
         """Note the number of requests that have failed so far, if there were requests since the
         last call."""
         requests = self._requests()
-        if requests == self._noted and not requests[1]:
+        if requests == self._noted and not requests.are_inside:
             return
         num_failed = self._server.num_failed(timeout_s=_TOLD_WITHIN_S)
-        lost = self._lost_streams(of_none=False)
+        lost = self._lost_streams(noticed=False)
         if all(process.is_alive for process in self.processes.look()):  # else losses may be counted
             self._noted = requests
             self._failed_before = self._failed_before if num_failed is None else num_failed
             self._lost_before = self._lost_before if lost is None else lost
 
-    def _requests(self) -> tuple[int, bool]:
-        """The number of requests that the engines have seen, and whether any are inside."""
+    def _requests(self) -> RequestsSeen:
         beats = [process.beat for process in self.seen if process.model == OPTIONS_MODEL]
-        return sum(beat.num_seen for beat in beats), any(beat.num_inside for beat in beats)
+        num_seen = sum(beat.num_seen for beat in beats)
+        return RequestsSeen(num_seen, are_inside=any(beat.num_inside for beat in beats))
 
-    def _lost_streams(self, *, of_none: bool = True) -> dict[int, int] | None:
+    def _lost_streams(self, *, noticed: bool = True) -> dict[int, int] | None:
         """The number of streams that each engine, by process id, has ended because there was no
         detokenizer.
 
-        None if an engine does not answer or, with ``of_none``, has not yet noticed the loss of its
+        None if an engine does not answer or, with ``noticed``, has not yet noticed the loss of its
         detokenizer.
         """
         lost = {}
@@ -187,7 +194,7 @@ class FaultDetector:
                     counts = counts_of(self._server.directory, process)
                 except (OSError, ValueError):
                     return None
-                if not counts or (of_none and counts["num_detokenizers"]):
+                if not counts or (noticed and counts["num_detokenizers"]):
                     return None
                 lost[process.pid] = int(counts["num_lost_streams"])
         return lost

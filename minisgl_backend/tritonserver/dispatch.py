@@ -75,7 +75,7 @@ class Dispatcher:
         directory: Path | None,
         on_packet: Callable[[int], None],
         before_end: Callable[[], None],
-        requests_wait: Callable[[], bool] = lambda: False,
+        requests_wait: Callable[[], bool],
     ) -> None:
         """``grace_s`` is that of ``Window.is_overdue``. The channel's socket goes into
         ``directory``; ``on_packet`` gets each packet's number of tokens. ``before_end`` is called

@@ -637,7 +637,8 @@ def test_callers_are_told_of_streams_that_were_lost_if_any_were(
     )
     monkeypatch.setattr(faults, "_TOLD_WITHIN_S", 0.05)
     detector = faults.FaultDetector(cast(TritonServer, server))
-    detector._noted, detector._failed_before, detector._lost_before = (9, True), 7, {1: 3}
+    detector._noted = faults.RequestsSeen(9, are_inside=True)
+    detector._failed_before, detector._lost_before = 7, {1: 3}
     monkeypatch.setattr(detector, "_lost_streams", lambda: {1: 3 + num_lost})
     assert detector.are_callers_told() is are_told
     detector.close()

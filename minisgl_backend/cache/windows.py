@@ -139,12 +139,8 @@ class WindowPages:
             self._pool.trust(self._attached[np.array(verified)])
         for index in indices:
             self._grants[lease.line, index] = NO_PAGE
-            self._let_go(
-                lease.pages[index],
-                self._kept
-                if any(end - self.span <= index < end for end in lease.keeps)
-                else self._passed,
-            )
+            is_kept = any(end - self.span <= index < end for end in lease.keeps)
+            self._let_go(lease.pages[index], self._kept if is_kept else self._passed)
         lease.window_begin = first
 
     def extend(self, lease: WindowLease, num_pages: int) -> None:

@@ -136,11 +136,6 @@ class ReplicatedEngine(EngineBase):
             ),
             self._loaded,
         )
-        balance = Balance()
-        if options.routing_ratio is not None:
-            balance = replace(balance, ratio=options.routing_ratio)
-        if options.routing_slack is not None:
-            balance = replace(balance, slack=options.routing_slack)
         self._cache_index = CacheIndex(len(infos), max(num_pages))
         self._router = Router(
             self._cache_index,
@@ -148,7 +143,7 @@ class ReplicatedEngine(EngineBase):
             capacity=ReplicaCapacity(
                 first.max_running_requests, options.max_prefill_tokens, min(num_pages)
             ),
-            balance=balance,
+            balance=_balance(options),
             num_adapter_slots=options.max_loras if options.enable_lora else 0,
         )
         self._replicas = replicas
@@ -432,6 +427,11 @@ class ReplicatedEngine(EngineBase):
             sink(*event)
         except Exception:  # a sink belongs to one request, so its failure must not reach the others
             logger.exception("a sink failed on %s", event[0] if event else "a token")
+
+
+def _balance(options: EngineOptions) -> Balance:
+    given = {"ratio": options.routing_ratio, "slack": options.routing_slack}
+    return Balance(**{name: value for name, value in given.items() if value is not None})
 
 
 def _recovering() -> Recovering:

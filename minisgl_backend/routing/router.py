@@ -211,12 +211,6 @@ class Router:
             ratio * pages / num_up + slack * most[2],
         )
 
-    def least_loaded(self) -> int:
-        """The least loaded replica that is up; at least one is."""
-        replica = self._least_loaded(self._up)
-        assert replica is not None
-        return replica
-
     def computed(self, placement: Placement) -> None:
         """The prompt is computed, and its published pages are reported. Idempotent."""
         if placement.expected is None:

@@ -148,7 +148,7 @@ class ResponseStream:
         """Whether a sender works for the stream, or the stream is on its way to one."""
         self._muted = False
         self._error: MiniSGLError | None = None
-        """With which the stream was muted; it then has no last packet."""
+        """With which the stream was muted, unless it was by a verdict."""
         self._next_sweep_s = 0.0
 
     @property
@@ -244,8 +244,8 @@ class ResponseStream:
                         sample.stop()
             return self._claim(time.monotonic()), sent_s
 
-    def mute(self, error: MiniSGLError | None = None) -> bool:
-        """End without a last packet, with ``error`` if any; True if a sender is needed now."""
+    def mute(self, error: MiniSGLError) -> bool:
+        """End without a last packet, with ``error``; True if a sender is needed now."""
         with self._lock:
             self._muted = True
             self._error = error

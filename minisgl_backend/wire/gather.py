@@ -131,11 +131,7 @@ def _sampling_parameters(text: str) -> dict[str, Any]:
 def _known(name: str, value: Any) -> Input | None:
     """The entry of a name; None if the option is not offered and has its neutral value."""
     if name in NEUTRAL:
-        given = value.reshape(-1).tolist() if isinstance(value, np.ndarray) else value
-        if isinstance(value, np.ndarray) and len(given) == 1:
-            given = given[0]
-            if isinstance(given, bytes):
-                given = given.decode(errors="replace")
+        given = _elements(value) if isinstance(value, np.ndarray) else value
         if given is not None and not any(_is_neutral(given, v) for v in NEUTRAL[name]):
             raise Unsupported(f"{name} is not supported, got {values.quoted(given)}")
         return None
@@ -145,6 +141,15 @@ def _known(name: str, value: Any) -> Input | None:
         told = values.quoted(name) if len(name) <= 50 else f"of {len(name)} characters"
         raise InvalidRequest(f"unknown parameter {told}{hint}")
     return entry
+
+
+def _elements(array: npt.NDArray[Any]) -> Any:
+    """The only element of a tensor, or a list of all."""
+    items = array.reshape(-1).tolist()
+    if len(items) != 1:
+        return items
+    (item,) = items
+    return item.decode(errors="replace") if isinstance(item, bytes) else item
 
 
 def _is_neutral(given: Any, neutral: Any) -> bool:

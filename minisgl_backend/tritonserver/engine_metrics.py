@@ -15,8 +15,7 @@ engine has counted.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -24,6 +23,7 @@ from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import EngineFailure, InvalidRequest, Overloaded, Unsupported
 from minisgl_backend.runtime.engine_base import EngineInfo, ReplicaStats
 from minisgl_backend.runtime.recorder import REFUSALS, EngineStats, Observations
+from minisgl_backend.tritonserver.adapter_gauge import AdapterGauge
 from minisgl_backend.tritonserver.families import Families
 from minisgl_backend.tritonserver.metrics import (
     BucketCounts,
@@ -39,9 +39,6 @@ _LATENCY_BUCKETS: Final = (
 )  # fmt: skip
 _TOKEN_BUCKETS: Final = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
 _BATCH_BUCKETS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-_MOST_ADAPTER_SETS: Final = 256
-"""The most sets of adapters that are told apart."""
-_MANY: Final = "(many)"
 _FAILURES: Final = (EngineFailure, Overloaded, InvalidRequest, Unsupported)
 """The errors with which an accepted request may end; the last two are about its grammar or
 adapter."""
@@ -342,42 +339,3 @@ class ReportedEngine:
             }
             for number in range(len(replicas))
         ]
-
-
-class AdapterGauge:
-    """Which adapters run and wait, as labels of a gauge whose value is the time, as in vLLM: the
-    newest one counts.
-
-    Triton keeps every set of labels for good, so the number of sets is bounded: beyond that,
-    ``(many)`` replaces the names.
-    """
-
-    def __init__(self, families: Families, max_loras: int) -> None:
-        self._families = families
-        self._max_loras = max_loras
-        self._family = families.gauge(
-            "vllm:lora_requests_info",
-            "LoRA adapters of running and of waiting requests, in its labels",
-        )
-        self._metrics: dict[tuple[str, str], ReportedMetric] = {}
-        self._reported: tuple[str, str] | None = None
-
-    def report(self, running: Iterable[str], waiting: Iterable[str]) -> None:
-        """Tell Triton the names, if they changed."""
-        names = (",".join(sorted(running)), ",".join(sorted(waiting)))
-        if names == self._reported:
-            return
-        told = names
-        if names not in self._metrics and len(self._metrics) >= _MOST_ADAPTER_SETS:
-            told = (_MANY, _MANY)
-        if told not in self._metrics:
-            self._metrics[told] = self._families.metric(
-                self._family,
-                {
-                    "max_lora": str(self._max_loras),
-                    "running_lora_adapters": told[0],
-                    "waiting_lora_adapters": told[1],
-                },
-            )
-        self._metrics[told].set(time.time())
-        self._reported = names

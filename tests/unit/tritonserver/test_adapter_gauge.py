@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from minisgl_backend.tritonserver.engine_metrics import AdapterGauge
+from minisgl_backend.tritonserver.adapter_gauge import AdapterGauge
 from minisgl_backend.tritonserver.families import Families
 from tests.fakes.pb_utils import Metric, MetricFamily
 

@@ -192,6 +192,23 @@ def test_chat(server: TritonServer, tmp_path: Path) -> None:
         terminal.end("/quit\r")
 
 
+def test_another_name_of_max_tokens_takes_its_place(server: TritonServer, tmp_path: Path) -> None:
+    saved = tmp_path / "chat.json"
+    asked = {"max_tokens": 3, "fit_max_tokens": False}
+    with chat(server, tmp_path / "history") as terminal:
+        terminal.say(
+            f"/params sampling_parameters='{json.dumps(asked)}'\r", "sampling_parameters = "
+        )
+        terminal.say("Count.\r", "length · 3 tokens")
+        terminal.say("/params sampling_parameters= max_new_tokens=2\r", "max_new_tokens = 2")
+        terminal.say("Count.\r", "length · 2 tokens")
+        terminal.say("/params max_tokens=1\r", "max_tokens = 1")
+        terminal.say("Count.\r", "length · 1 tokens")
+        terminal.say(f"/save {saved}\r", "6 messages in")
+        terminal.end()
+    assert json.loads(saved.read_text("utf-8"))["parameters"] == {"temperature": 0, "max_tokens": 1}
+
+
 def test_half_a_character_does_not_spoil_what_was_saved(
     server: TritonServer, tmp_path: Path
 ) -> None:

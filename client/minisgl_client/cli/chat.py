@@ -34,12 +34,15 @@ from minisgl_client.cli.conversation import Conversation
 from minisgl_client.cli.display import MarkdownDisplay, without_controls
 from minisgl_client.cli.own_server import OwnServer
 from minisgl_client.cli.request_options import (
+    MAX_TOKENS,
     client_of,
     given,
+    names_max_tokens,
     parameter_options,
     parameters_of,
     refuse_logprobs,
     server_options,
+    with_fitting,
 )
 
 
@@ -211,9 +214,10 @@ class _Shell:
     def _ask(self, question: str) -> None:
         """Send a question, show the answer as it comes, remember both; further samples follow."""
         messages = self._conversation.messages(question)
-        request = {"fit_max_tokens": True, **self._conversation.parameters}
         try:
-            stream = self._client.stream(messages=messages, **request)
+            stream = self._client.stream(
+                messages=messages, **with_fitting(self._conversation.parameters)
+            )
             with suppress(KeyboardInterrupt), stream, MarkdownDisplay(self._console) as display:
                 for delta in stream:
                     if delta.sample == 0:
@@ -304,6 +308,8 @@ def _params(conversation: Conversation, rest: str) -> str:
     asked = parameters_of([word for word in words if not word.endswith("=")])
     refuse_logprobs(asked)
     conversation.parameters |= asked
+    if names_max_tokens(asked):  # in place of the one so far
+        unset |= set(MAX_TOKENS) - asked.keys()
     for name in unset & conversation.parameters.keys():
         del conversation.parameters[name]
     return "\n".join(

@@ -30,11 +30,13 @@ from minisgl_client.cli.request_options import (
     form_of,
     form_options,
     given,
-    inner_parameters,
+    names_max_tokens,
     parameter_options,
     refuse_logprobs,
     server_options,
+    with_fitting,
     with_form,
+    with_inner,
 )
 
 
@@ -94,8 +96,7 @@ def generate(
         raise click.ClickException("standard output is closed")
     settings = {"url": url, "model": ensemble, "timeout_s": timeout_s}
     form = form_of(json_schema, regex, choice, grammar)
-    asked = with_form(form, given(**parameters))
-    asked.setdefault("fit_max_tokens", inner_parameters(asked).get("fit_max_tokens", True))
+    asked = with_fitting(with_form(form, given(**parameters)))
     if n is not None and asked.setdefault("n", n) != n:
         raise click.UsageError("-n and --param n have different values")
     if not jsonl:
@@ -241,8 +242,8 @@ def _request(line: bytes, template: _Template) -> dict[str, Any]:
         raise InvalidArgument("a line must be a JSON string or an object")
     if "request_id" in said:  # an argument of ours, not of the server
         raise InvalidArgument("unknown parameter 'request_id'; did you mean 'id'?")
-    within = {**inner_parameters(said), **said}
-    if not within.keys().isdisjoint(_MAX_TOKENS):
+    within = with_inner(said)
+    if names_max_tokens(said):
         said = {**_MAX_TOKENS, "fit_max_tokens": within.get("fit_max_tokens", False), **said}
     elif within.get("embed") is True:  # the command's are for lines that generate
         said |= _MAX_TOKENS

@@ -110,9 +110,8 @@ def given(
         if options[name] != ([value] if name in LISTS and isinstance(value, str) else value):
             option = name.replace("_", "-")
             raise click.UsageError(f"--{option} and --param {name} have different values")
-    within = {**inner_parameters(others), **others}
-    has_no_default = within.get("embed") is True or not within.keys().isdisjoint(MAX_TOKENS)
-    if has_no_default and _is_default(context, "max_tokens"):
+    embeds = with_inner(others).get("embed") is True
+    if (embeds or names_max_tokens(others)) and _is_default(context, "max_tokens"):
         options["max_tokens"] = None
     return {name: value for name, value in {**options, **others}.items() if value is not None}
 
@@ -120,15 +119,26 @@ def given(
 MAX_TOKENS: Final = ("max_tokens", "max_new_tokens")
 
 
-def inner_parameters(asked: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The parameters within ``sampling_parameters``; none if it is not as the server wants it."""
+def with_inner(asked: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The parameters, with those within ``sampling_parameters`` if it is as the server wants it."""
     inner = asked.get("sampling_parameters")
     if isinstance(inner, str):
         try:
             inner = strict_json.loads(inner)
         except (ValueError, RecursionError):
-            return {}
-    return inner if isinstance(inner, dict) else {}
+            return asked
+    return {**inner, **asked} if isinstance(inner, dict) else asked
+
+
+def names_max_tokens(asked: Mapping[str, Any]) -> bool:
+    """Whether parameters have ``max_tokens``, under either name, also in
+    ``sampling_parameters``."""
+    return not with_inner(asked).keys().isdisjoint(MAX_TOKENS)
+
+
+def with_fitting(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters with the commands' own ``fit_max_tokens``, true, unless they have one."""
+    return {"fit_max_tokens": with_inner(asked).get("fit_max_tokens", True), **asked}
 
 
 def refuse_logprobs(asked: Mapping[str, Any]) -> None:

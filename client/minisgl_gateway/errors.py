@@ -53,7 +53,7 @@ class ApiError(Exception):
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         return {"error": error}
 
-    def anthropic_body(self, request_id: str | None) -> dict[str, Any]:
+    def anthropic_body(self, request_id: str) -> dict[str, Any]:
         """Anthropic's error object."""
         other = "api_error" if self.status >= 500 else "invalid_request_error"
         kind = _ANTHROPIC_TYPES.get(self.status, other)
@@ -359,5 +359,5 @@ def error_response(error: ApiError, scope: Scope) -> JSONResponse:
     body = error.body
     if is_anthropic(scope["path"]):
         state = scope["state"]
-        body = error.anthropic_body(state.get("callers_id") or state.get("request_id"))
+        body = error.anthropic_body(state["callers_id"] or state["request_id"])
     return JSONResponse(body, status_code=error.status, headers=headers)

@@ -47,10 +47,9 @@ class Gate:
 
     For a route, ``scope["state"]`` has the ``caller``; ``deadline_s``, the reading of
     ``time.monotonic`` at which the request must have ended; and ``callers_id``, the id that the
-    caller sent, or "". The route adds ``request_id``, the id of the answer, which goes into its
-    headers if the caller sent none (an answer of Anthropic's API always has one);
-    ``without_effect``, names of parameters; and ``outcome``, the status of a stream that fails
-    after its start.
+    caller sent, or ""; and ``request_id``, which goes into the headers of the answer if the caller
+    sent none. The route replaces it by the id of its answer, and adds ``without_effect``, names of
+    parameters, and ``outcome``, the status of a stream that fails after its start.
     """
 
     def __init__(
@@ -71,8 +70,7 @@ class Gate:
         state = scope.setdefault("state", {})
         callers_id = _callers_id(scope["headers"])
         state["callers_id"] = callers_id.decode()
-        if is_anthropic(scope["path"]):
-            state["request_id"] = f"req_{uuid.uuid4().hex}"
+        state["request_id"] = f"req_{uuid.uuid4().hex}"
         status = GONE
 
         async def watched_send(message: Message) -> None:
@@ -80,10 +78,10 @@ class Gate:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 headers = list(message["headers"])
-                if request_id := callers_id or state.get("request_id", "").encode():
-                    headers.append((REQUEST_ID.lower().encode(), request_id))
-                    if is_anthropic(scope["path"]):
-                        headers.append((ANTHROPIC_REQUEST_ID.encode(), request_id))
+                request_id = callers_id or state["request_id"].encode()
+                headers.append((REQUEST_ID.lower().encode(), request_id))
+                if is_anthropic(scope["path"]):
+                    headers.append((ANTHROPIC_REQUEST_ID.encode(), request_id))
                 if names := state.get("without_effect"):
                     headers.append((WITHOUT_EFFECT.lower().encode(), ", ".join(names).encode()))
                 message = {**message, "headers": headers}
@@ -104,7 +102,7 @@ class Gate:
                 status = state.get("outcome", status)
                 self._telemetry.requests.labels(route, str(status)).inc()
                 self._telemetry.request_seconds.labels(route).observe(seconds)
-                ids = [state.get("request_id", "-")]
+                ids = [state["request_id"]]
                 if callers_id:
                     ids.append(f"({callers_id.decode()})")
                 logger.info("%s: %s %d in %.3f s", " ".join(ids), route, status, seconds)

@@ -105,7 +105,7 @@ def test_too_many_tokens_are_refused_in_the_words_that_claude_code_reads() -> No
         capacity = Capacity(max_sequence_length=4096, num_pages=25, page_size=16)
         capacity.check(num_prompt_tokens=300, max_tokens=200)
     error = api_error(error_from(f"{InvalidRequest.code}: {refusal.value}"), ("max_tokens",))
-    message = error.anthropic_body(None)["error"]["message"]
+    message = error.anthropic_body("req_1")["error"]["message"]
     assert message.startswith(
         "input length and `max_tokens` exceed context limit: 300 + 200 > 401, decrease "
     )

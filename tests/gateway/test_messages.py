@@ -360,7 +360,7 @@ def test_an_error_in_a_stream(callers_id: str) -> None:
     ],
 )
 def test_types_of_errors(error: ApiError, kind: str) -> None:
-    assert error.anthropic_body(None)["error"]["type"] == kind
+    assert error.anthropic_body("req_1")["error"]["type"] == kind
 
 
 @pytest.mark.parametrize(

@@ -242,6 +242,16 @@ def test_the_id_that_a_caller_gives_is_kept(gateway: Gateway) -> None:
     gateway.wait_logged(r"cmpl-\w+ \(mine\): /v1/completions 200")
 
 
+def test_what_the_gateway_itself_answers_has_an_id(gateway: Gateway) -> None:
+    unknown = {**SHORT, "unknown": 1}
+    bodies = {"/v1/completions": {}, "/v1/chat/completions": {}, "/v1/responses": unknown}
+    for path, body in {**bodies, "/v1/embeddings": {}, "/v1/messages": {}, "/nothing": {}}.items():
+        answer = gateway.post(path, body)
+        assert answer.status_code in (400, 404)
+        assert re.fullmatch("req_[0-9a-f]{32}", answer.headers["X-Request-Id"])
+        gateway.wait_logged(f"{answer.headers['X-Request-Id']}: .* {answer.status_code} ")
+
+
 @pytest.mark.parametrize("given", ["", "x" * 129, "two words", "tab\tbed", "é"])
 def test_an_id_that_is_not_sane_is_replaced(gateway: Gateway, given: str) -> None:
     headers = {"X-Request-Id": given.encode()}

@@ -78,4 +78,4 @@ class MessagesErrorAnswer(BaseModel):
 
     type: Literal["error"] = "error"
     error: MessagesError
-    request_id: str | None
+    request_id: str

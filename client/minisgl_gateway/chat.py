@@ -244,7 +244,7 @@ class Chat:
         """The inputs that determine the prompt, without those that concern the answer; raises
         ``ApiError``."""
         tools = self.tools if self.offers_tools else ()
-        self._check(tools)
+        self._check(tools, template.dialect)
         is_told = tools and template.dialect.is_of_template
         parameters = Parameters()
         if template.variables:
@@ -273,22 +273,25 @@ class Chat:
         tag = dialect.constraint(self.tools, replace(calls, required=True))
         return {"structural_tag": {**(tag or {}), "otherwise": self._schema()}}
 
-    def _check(self, tools: Sequence[Tool]) -> None:
-        """Refuse two tools of the same name, and strict ones whose arguments are not an object."""
+    def _check(self, tools: Sequence[Tool], dialect: Dialect) -> None:
+        """Refuse two tools of the same name, and enforced arguments that cannot be an object."""
         names = set()
         for index, tool in enumerate(tools):
-            place = f"{self.tools_param}[{index}]"
             if tool.name in names:
+                place = f"{self.tools_param}[{index}]"
                 raise invalid(
                     f"{place} has the name of another tool, {errors.shown(tool.name)}", place
                 )
             names.add(tool.name)
+        required = self.calls.required or self.form is not None
+        for tool in dialect.bound_tools(tools, replace(self.calls, required=required)):
             kind = (tool.parameters or {}).get("type", "object")
-            if tool.strict and kind != "object":
+            is_among = not tool.strict and isinstance(kind, list) and "object" in kind
+            if kind != "object" and not is_among:
                 raise invalid(
-                    f"{place} is strict, so the type of its arguments must be 'object', got "
-                    f"{errors.shown(kind)}",
-                    place,
+                    f"{self.tools_param}: type must be 'object', got {errors.shown(kind)}, at "
+                    f"{tool.name}#/type",
+                    self.tools_param,
                 )
 
     def _schema(self) -> Any:

@@ -190,7 +190,7 @@ def test_a_schema_that_cannot_be_enforced_is_refused_by_name(
 # --- tools ---------------------------------------------------------------------------------------
 
 
-def tool(name: str, parameters: dict[str, Any], **more: Any) -> Any:
+def tool(name: str, parameters: dict[str, Any] | None, **more: Any) -> Any:
     return {"type": "function", "function": {"name": name, "parameters": parameters, **more}}
 
 
@@ -330,20 +330,73 @@ def test_a_schema_of_a_tool_that_cannot_be_enforced(gateway: Gateway, stream: bo
     assert gateway.post("/v1/chat/completions", body).status_code == 200
 
 
+def test_tools_of_the_same_name(gateway: Gateway) -> None:
+    tools = [tool("g", COUNT), tool("f", COUNT, strict=True), tool("f", {})]
+    error = refused(gateway, "chat/completions", {"messages": MESSAGES, "tools": tools})
+    assert error["param"] == "tools[2]"
+    assert error["message"] == 'tools[2] has the name of another tool, "f"'
+
+
+ARRAY = {"type": "array", "items": {"type": "string"}}
+
+
 @pytest.mark.parametrize(
-    ("tools", "complaint"),
+    ("parameters", "strict", "got"),
     [
-        ([tool("f", {"type": "integer"}, strict=True)], "must be 'object', got \"integer\""),
-        ([tool("f", {"type": ["object", "null"]}, strict=True)], "must be 'object'"),
-        ([tool("g", COUNT), tool("f", COUNT, strict=True), tool("f", {})], 'another tool, "f"'),
+        (ARRAY, False, '"array"'),
+        ({"type": "string"}, False, '"string"'),
+        ({"type": ["array", "null"]}, False, '["array", "null"]'),
+        ({"type": None}, False, "null"),
+        ({"type": "integer"}, True, '"integer"'),
+        ({"type": ["object", "null"]}, True, '["object", "null"]'),
     ],
 )
-def test_tools_that_no_call_can_keep_to(gateway: Gateway, tools: Any, complaint: str) -> None:
-    body = {**ASKED, "messages": MESSAGES, "tools": tools}
-    answer = gateway.post("/v1/chat/completions", body)
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == f"tools[{len(tools) - 1}]"
-    assert complaint in answer.json()["error"]["message"]
+def test_enforced_arguments_are_an_object(
+    gateway: Gateway, parameters: dict[str, Any], strict: bool, got: str
+) -> None:
+    tools = [tool("g", COUNT), tool("f", parameters, strict=strict)]
+    body = {"messages": MESSAGES, "tools": tools}
+    error = refused(gateway, "chat/completions", {**body, "tool_choice": "required"})
+    assert error["param"] == "tools"
+    assert error["message"] == f"tools: type must be 'object', got {got}, at f#/type"
+    assert refused(gateway, "chat/completions", {**body, "response_format": FORMAT}) == error
+
+
+def test_enforced_arguments_are_an_object_in_every_api(gateway: Gateway) -> None:
+    asked = {"messages": MESSAGES, "function_call": {"name": "f"}}
+    older = {**asked, "functions": [{"name": "f", "parameters": ARRAY}]}
+    message = "functions: type must be 'object', got \"array\", at f#/type"
+    assert refused(gateway, "chat/completions", older)["message"] == message
+    message = message.replace("functions", "tools")
+    flat = {"type": "function", "name": "f", "parameters": ARRAY}
+    responses = {"input": "Hi", "tools": [flat], "tool_choice": "required"}
+    assert refused(gateway, "responses", responses)["message"] == message
+    tools = [{"name": "f", "input_schema": ARRAY}]
+    messages = {"messages": MESSAGES, "tools": tools, "tool_choice": {"type": "any"}}
+    assert refused(gateway, "messages", messages)["message"] == message
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": [tool("f", ARRAY)]},
+        {"tools": [tool("f", ARRAY), tool("count", COUNT)], "tool_choice": NAMED},
+        {"tools": [tool("f", {"type": ["object", "null"]})], "tool_choice": "required"},
+        {"tools": [tool("f", None)], "tool_choice": "required"},
+    ],
+)
+def test_arguments_of_other_tools_are_any_object(gateway: Gateway, fields: dict[str, Any]) -> None:
+    body = {**ASKED, "messages": MESSAGES, "max_tokens": 1, **fields}
+    assert gateway.post("/v1/chat/completions", body).status_code == 200
+
+
+def refused(gateway: Gateway, route: str, fields: dict[str, Any]) -> Any:
+    body = {"model": "minisgl", "max_tokens": 1, **fields}
+    if route == "responses":
+        del body["max_tokens"]
+    answer = gateway.post(f"/v1/{route}", body)
+    assert answer.status_code == 400, answer.text
+    return answer.json()["error"]
 
 
 REPORT_SCHEMA = {

@@ -68,6 +68,12 @@ class Dialect(ABC):
         """A tool as the template is given it."""
         return {"type": "function", "function": function_of(tool)}
 
+    def bound_tools(self, tools: Sequence[Tool], calls: Calls) -> Sequence[Tool]:
+        """The tools that may be called and whose arguments then follow their schemas."""
+        tools = callable_tools(tools, calls)
+        strict = [tool for tool in tools if tool.strict]
+        return tools if calls.required or (self.binds_all and strict) else strict
+
     def constraint(self, tools: Sequence[Tool], calls: Calls) -> dict[str, Any] | None:
         """The structural tag that an answer must follow; None if there is nothing to enforce.
 
@@ -77,14 +83,12 @@ class Dialect(ABC):
         answer; if that is the only constraint, ``stop`` enforces it without a tag.
         """
         required, parallel = calls.required, calls.parallel
-        tools = callable_tools(tools, calls)
-        is_enforced = required or any(tool.strict for tool in tools)
-        if not is_enforced and (parallel or self.stop is not None):
+        bound = self.bound_tools(tools, calls)
+        if not bound and (parallel or self.stop is not None):
             return None
+        arguments = _arguments(callable_tools(tools, calls), bound)
         tag: dict[str, Any] = {
-            "structures": self._structures(
-                _arguments(tools, required or self.binds_all), required, parallel
-            ),
+            "structures": self._structures(arguments, required, parallel),
             "stop_after_first": not parallel,
         }
         if required:
@@ -161,12 +165,13 @@ def parameters_of(tool: Tool) -> Schema:
     return {**schema, "type": "object"}
 
 
-def _arguments(tools: Iterable[Tool], bound: bool) -> dict[str, Arguments]:
-    """What the arguments must follow, by tool: their schema if all are ``bound`` to theirs, or the
-    tool is strict; otherwise they are any object."""
+def _arguments(tools: Iterable[Tool], bound: Iterable[Tool]) -> dict[str, Arguments]:
+    """What the arguments must follow, by tool: those of ``bound`` tools their schema, the others
+    are any object."""
+    names = {tool.name for tool in bound}
     return {
         tool.name: Arguments(
-            parameters_of(tool) if tool.strict or bound else {"type": "object"}, not tool.strict
+            parameters_of(tool) if tool.name in names else {"type": "object"}, not tool.strict
         )
         for tool in tools
     }

@@ -11,7 +11,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, Final, TypeVar
 
@@ -67,6 +67,15 @@ async def ended(*tasks: asyncio.Future[Any]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def gathered(work: Callable[[int], Awaitable[_Value]], num: int) -> list[_Value]:
+    """What comes of ``work`` for each index, all at once; the first error ends them all."""
+    tasks = [asyncio.ensure_future(work(index)) for index in range(num)]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        await ended(*tasks)
 
 
 async def merged(sources: Sequence[AsyncGenerator[bytes, None]]) -> AsyncGenerator[bytes, None]:

@@ -39,7 +39,7 @@ from minisgl_gateway.errors import GONE, ApiError, api_error, client_gone, unava
 from minisgl_gateway.event_stream import (
     Disconnected,
     EventStream,
-    ended,
+    gathered,
     merged,
     unless_disconnected,
 )
@@ -253,16 +253,9 @@ class Service:
                 except MinisglError as error:
                     raise api_error(error, fields, _named(prompt, index, num_inputs)) from error
 
-        async def gathered() -> list[_Outcome]:
-            tasks = [asyncio.ensure_future(one(index)) for index in range(num_inputs)]
-            try:
-                return await asyncio.gather(*tasks)
-            finally:
-                await ended(*tasks)
-
         with self._admission.admit(caller.label, num_places):
             try:
-                return await unless_disconnected(http.receive, gathered())
+                return await unless_disconnected(http.receive, gathered(one, num_inputs))
             except Disconnected:
                 raise client_gone() from None
 
@@ -293,11 +286,8 @@ class Service:
                 names = _named("prompt", index, len(generations))
                 raise api_error(error, CompletionRequest.model_fields, names) from error
 
-        tasks = [asyncio.ensure_future(one(index)) for index in range(len(generations))]
-        try:
-            return [echo for echo in await asyncio.gather(*tasks) for _ in range(request.n)]
-        finally:
-            await ended(*tasks)
+        echoes = await gathered(one, len(generations))
+        return [echo for echo in echoes for _ in range(request.n)]
 
     async def _answer(self, http: Request, job: _Job, *, stream: bool) -> Response:
         if stream:
@@ -322,11 +312,7 @@ class Service:
             with job.errors(index):
                 return await self._engine.generate(**job.call(index))
 
-        tasks = [asyncio.ensure_future(one(index)) for index in range(len(job.generations))]
-        try:
-            return await asyncio.gather(*tasks)
-        finally:
-            await ended(*tasks)
+        return await gathered(one, len(job.generations))
 
     def _streamed(self, http: Request, job: _Job) -> Response:
         caller: Caller = http.scope["state"]["caller"]

@@ -28,7 +28,7 @@ from minisgl_gateway.schema import (
     GenerationRequest,
     TokenizeRequest,
 )
-from minisgl_gateway.tools import Calls, Tool, allowed, check_choice
+from minisgl_gateway.tools import Calls, Tool, allowed, call_of
 from minisgl_gateway.turns import with_one_beginning
 
 COMPLETION_TOKENS: Final = 16
@@ -142,8 +142,7 @@ def _tools(request: ChatCompletionRequest) -> tuple[Sequence[Tool], Calls]:
     tools = [_tool(tool.function) for tool in request.tools]
     choice, parallel = request.tool_choice, request.parallel_tool_calls
     if isinstance(choice, NamedTool):
-        check_choice([choice.function.name], tools, "tool_choice")
-        return tools, Calls.of(choice.function.name)
+        return tools, call_of(choice.function.name, tools, "tool_choice")
     if isinstance(choice, AllowedChatTools):
         names = [one.function.name for one in choice.allowed_tools.tools]
         is_required = choice.allowed_tools.mode == "required"
@@ -159,8 +158,7 @@ def _functions(request: ChatCompletionRequest) -> tuple[Sequence[Tool], Calls]:
     tools = [_tool(function) for function in request.functions or ()]
     choice = request.function_call
     if isinstance(choice, NamedFunction):
-        check_choice([choice.name], tools, "function_call")
-        return tools, Calls.of(choice.name)
+        return tools, call_of(choice.name, tools, "function_call")
     return tools, Calls(choice != "none", parallel=False)
 
 

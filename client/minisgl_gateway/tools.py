@@ -47,19 +47,24 @@ class Calls:
         return cls(required=True, parallel=False, name=name)
 
 
-def check_choice(names: Iterable[str], tools: Iterable[Tool], param: str) -> None:
-    """Raise ``ApiError`` if ``param``, which names tools, names one that does not exist."""
+def call_of(name: str, tools: Iterable[Tool], param: str) -> Calls:
+    """One call of the tool with this name; raises ``ApiError`` as ``allowed`` does."""
+    _check([name], tools, param)
+    return Calls.of(name)
+
+
+def allowed(names: Collection[str], tools: Collection[Tool], param: str) -> list[Tool]:
+    """The tools with these names; raises ``ApiError`` if ``param``, which has the names, has one of
+    no tool."""
+    _check(names, tools, param)
+    return [tool for tool in tools if tool.name in names]
+
+
+def _check(names: Iterable[str], tools: Iterable[Tool], param: str) -> None:
     known = {tool.name for tool in tools}
     for name in names:
         if name not in known:
             raise invalid(f"{param} names {shown(name)}, which is none of the tools", param)
-
-
-def allowed(names: Collection[str], tools: Iterable[Tool], param: str) -> list[Tool]:
-    """The tools with these names; raises ``ApiError`` as ``check_choice`` does."""
-    tools = list(tools)
-    check_choice(names, tools, param)
-    return [tool for tool in tools if tool.name in names]
 
 
 def function_of(tool: Tool) -> dict[str, Any]:

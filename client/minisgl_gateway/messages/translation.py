@@ -25,7 +25,7 @@ from minisgl_gateway.messages.schema import (
     ToolUseBlock,
     UserTurn,
 )
-from minisgl_gateway.tools import Calls, Tool, check_choice
+from minisgl_gateway.tools import Calls, Tool, call_of
 from minisgl_gateway.turns import in_turns
 
 
@@ -162,8 +162,7 @@ def _calls(request: CountTokensRequest, tools: Sequence[Tool]) -> Calls:
     if (choice.name is None) is (choice.type == "tool"):
         raise invalid("tool_choice.name goes with the type 'tool'", "tool_choice.name")
     if choice.name is not None:
-        check_choice([choice.name], tools, "tool_choice")
-        return Calls.of(choice.name)
+        return call_of(choice.name, tools, "tool_choice")
     if choice.type == "any" and not tools:
         raise invalid("tool_choice of the type 'any' goes with tools", "tool_choice")
     return Calls(

@@ -35,7 +35,7 @@ from minisgl_gateway.responses.schema import (
     ResponsesRequest,
 )
 from minisgl_gateway.strict_schema import MAX_TOOLS
-from minisgl_gateway.tools import Calls, Tool, allowed, check_choice
+from minisgl_gateway.tools import Calls, Tool, allowed, call_of
 from minisgl_gateway.turns import in_turns
 
 Referred = Callable[[str], Mapping[str, Any]]
@@ -185,8 +185,7 @@ def _tools(request: InputTokensRequest) -> tuple[Sequence[Tool], Calls]:
         is_required = choice.mode == "required"
         return allowed(names, tools, "tool_choice"), Calls(required=is_required, parallel=parallel)
     if isinstance(choice, FunctionChoice):
-        check_choice([choice.name], tools, "tool_choice")
-        return tools, Calls.of(choice.name)
+        return tools, call_of(choice.name, tools, "tool_choice")
     if choice == "required" and not tools:
         raise invalid("tool_choice 'required' goes with tools", "tool_choice")
     offered = choice != "none"

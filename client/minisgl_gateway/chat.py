@@ -73,6 +73,11 @@ class Policy:
     salt: str = ""
     adapter: str | None = None
 
+    @property
+    def timeout_ms(self) -> int:
+        """The time that the engine is given, which is never none."""
+        return max(1, round(self.timeout_s * 1000))
+
 
 class Rendering(NamedTuple):
     """The inputs of the chat template; ``tools`` only if the template supports them."""
@@ -387,7 +392,7 @@ def shared_parameters(
         max_tokens=_MOST_TOKENS if max_tokens == NO_LIMIT else max_tokens,
         fit_max_tokens=policy.shortens or not is_bounded,
         cache_salt=common_salt(policy.salt, cache_salt),
-        timeout_ms=max(1, round(policy.timeout_s * 1000)),
+        timeout_ms=policy.timeout_ms,
         return_stop_reason=False,
         return_num_input_tokens=tells_counts,
         return_num_output_tokens=tells_counts,

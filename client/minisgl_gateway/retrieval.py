@@ -177,7 +177,7 @@ class RetrievalRoutes:
         policy = self._service.policy(http)
         shared: dict[str, Any] = {
             "cache_salt": common_salt(policy.salt, request.cache_salt),
-            "timeout_ms": max(1, round(policy.timeout_s * 1000)),
+            "timeout_ms": policy.timeout_ms,
             "priority_level": -request.priority,
         }
         if policy.adapter is not None:

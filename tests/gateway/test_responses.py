@@ -21,12 +21,8 @@ from minisgl_gateway.responses.answer import Response
 from minisgl_gateway.responses.memory import Kept, ResponseMemory
 from minisgl_gateway.responses.rendering import ResponseRenderer
 from minisgl_gateway.responses.schema import ResponsesRequest
-from minisgl_gateway.responses.translation import (
-    can_be_enforced,
-    chat_of,
-    messages_of,
-    messages_of_output,
-)
+from minisgl_gateway.responses.strictness import can_be_enforced
+from minisgl_gateway.responses.translation import chat_of, messages_of, messages_of_output
 from minisgl_gateway.thinking import ThinkingReader, Thought
 from minisgl_gateway.tools import Calls
 from openai.types.responses import ResponseStreamEvent

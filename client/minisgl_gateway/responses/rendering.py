@@ -28,8 +28,9 @@ from minisgl_gateway.responses.schema import (
     ResponsesRequest,
     Status,
 )
+from minisgl_gateway.responses.strictness import is_strict
 from minisgl_gateway.responses.text_tokens import TextTokens
-from minisgl_gateway.responses.translation import is_strict, logprobs_of, namespaced
+from minisgl_gateway.responses.translation import logprobs_of, namespaced
 from minisgl_gateway.thinking import Thought
 
 Keep = Callable[[schema.Response], None]

@@ -19,7 +19,8 @@ from pydantic import Field
 from starlette.responses import PlainTextResponse, Response
 
 from minisgl_gateway.body import received
-from minisgl_gateway.errors import ApiError, api_error, no_model, shown
+from minisgl_gateway.engine_errors import api_error
+from minisgl_gateway.errors import ApiError, no_model, shown
 from minisgl_gateway.gateway_options import GatewayOptions
 from minisgl_gateway.keys import Keys
 from minisgl_gateway.servers import Engine

@@ -24,7 +24,8 @@ from minisgl_gateway.answers import Echo
 from minisgl_gateway.body import received
 from minisgl_gateway.chat import Chat, Generation, Template
 from minisgl_gateway.conversion import lookup_of
-from minisgl_gateway.errors import api_error, deadline_passed, no_model
+from minisgl_gateway.engine_errors import api_error
+from minisgl_gateway.errors import deadline_passed, no_model
 from minisgl_gateway.gateway_options import GatewayOptions
 from minisgl_gateway.schema import DetokenizeRequest, TokenizeRequest
 from minisgl_gateway.servers import Engine
@@ -128,7 +129,8 @@ class Lookups:
         fields: Container[str],
         names: Mapping[str, str],
     ) -> Template:
-        """The chat template as it is for a chat; raises ``ApiError`` (see ``errors.api_error``).
+        """The chat template as it is for a chat; raises ``ApiError`` (see
+        ``engine_errors.api_error``).
 
         What it shows is looked up, and kept for some seconds under what determines it. If a
         template refuses even a chat of one word, what it shows is not known.

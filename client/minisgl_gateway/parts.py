@@ -17,7 +17,7 @@ from typing import Literal, Protocol, TypeAlias
 from minisgl_client.answer import Delta, Result
 
 from minisgl_gateway.call_syntax import CalledTool
-from minisgl_gateway.errors import api_error_of_finish
+from minisgl_gateway.engine_errors import api_error_of_finish
 from minisgl_gateway.thinking import Thought
 from minisgl_gateway.tool_calls import CallReader
 

@@ -45,7 +45,8 @@ class Renderer(Protocol):
 
     @property
     def names(self) -> Mapping[str, str]:
-        """Names of the API for those of the engine, if they differ (see ``errors.api_error``)."""
+        """Names of the API for those of the engine, if they differ (see
+        ``engine_errors.api_error``)."""
         ...
 
     def body(self, choices: Sequence[Piece], counts: Counts) -> bytes:

@@ -25,7 +25,8 @@ from starlette.responses import Response
 from minisgl_gateway import answer_schema as schema
 from minisgl_gateway.answers import Counts
 from minisgl_gateway.chat import common_salt
-from minisgl_gateway.errors import api_error_of_finish, internal, invalid
+from minisgl_gateway.engine_errors import api_error_of_finish
+from minisgl_gateway.errors import internal, invalid
 from minisgl_gateway.lookups import Lookups
 from minisgl_gateway.schema import MAX_LOGPROBS, EmbeddingRequest, RerankRequest, RetrievalRequest
 from minisgl_gateway.servers import Engine

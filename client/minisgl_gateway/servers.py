@@ -32,7 +32,7 @@ from minisgl_client.errors import (
 )
 
 from minisgl_gateway.balance import Balance
-from minisgl_gateway.errors import is_lost
+from minisgl_gateway.engine_errors import is_lost
 
 _Answer = TypeVar("_Answer")
 

@@ -35,7 +35,8 @@ from minisgl_gateway.answers import Counts, Echo
 from minisgl_gateway.body import received
 from minisgl_gateway.chat import Chat, Generation, Policy
 from minisgl_gateway.conversion import chat_of, completion_generations, num_samples
-from minisgl_gateway.errors import GONE, ApiError, api_error, client_gone, unavailable
+from minisgl_gateway.engine_errors import api_error
+from minisgl_gateway.errors import GONE, ApiError, client_gone, unavailable
 from minisgl_gateway.event_stream import (
     Disconnected,
     EventStream,
@@ -67,9 +68,9 @@ _AT_ONCE: Final = 16
 class _Job:
     """The generations of a request, one per prompt, and how their answers are read and rendered.
 
-    ``of_form`` words errors about the form of the answer (``errors.api_error``). Each generation
-    has ``num_choices`` choices, for which the engine makes ``num_samples``. There is a reader for
-    each choice, those of the first prompt first.
+    ``of_form`` words errors about the form of the answer (``engine_errors.api_error``). Each
+    generation has ``num_choices`` choices, for which the engine makes ``num_samples``. There is a
+    reader for each choice, those of the first prompt first.
     """
 
     generations: Sequence[Generation]

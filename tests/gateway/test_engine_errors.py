@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from minisgl_client.errors import Closed, error_from
-from minisgl_gateway.errors import _LOST, _ONLY_EMBEDS, api_error
+from minisgl_gateway.engine_errors import _LOST, _ONLY_EMBEDS, api_error
 
 from minisgl_backend.errors import EngineFailure, InvalidRequest, Unsupported
 from minisgl_backend.request import Grammar, GrammarKind, Request, RequestId, SamplingParams

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 from minisgl_client.errors import error_from
-from minisgl_gateway.errors import _LOST
+from minisgl_gateway.engine_errors import _LOST
 from minisgl_gateway.servers import Servers, beginning
 
 from minisgl_backend.server.process import TritonServer

@@ -159,10 +159,12 @@ def _spelled(word: str) -> str:
     return "-".join(word)
 
 
-def _kinds() -> dict[str, Kind]:
+def _tables() -> dict[str, tuple[str, float, list[tuple[dict[str, str], str]]]]:
+    """The kinds whose questions can be listed: family, weight, and each question's values and
+    answer."""
     capitals = facts.CAPITALS.items()
     both_ways = [pair for a, b in facts.OPPOSITES for pair in ((a, b), (b, a))]
-    tables: dict[str, tuple[str, float, list[tuple[dict[str, str], str]]]] = {
+    return {
         "capital": ("capitals", 1.6, [({"country": c}, k) for c, k in capitals]),
         "country": ("countries", 1.6, [({"city": k}, c) for c, k in capitals]),
         "opposite": ("opposites", 1.9, [({"word": a}, b) for a, b in both_ways]),
@@ -199,9 +201,12 @@ def _kinds() -> dict[str, Kind]:
         "about_purpose": ("about", 0.1, [({}, texts.ABOUT["purpose"])]),
         "about_size": ("about", 0.1, [({}, texts.ABOUT["size"])]),
     }  # fmt: skip
+
+
+def _kinds() -> dict[str, Kind]:
     makers: dict[str, tuple[str, float, Maker]] = {
         name: (family, weight, _from_table(name, rows))
-        for name, (family, weight, rows) in tables.items()
+        for name, (family, weight, rows) in _tables().items()
     }
     makers |= {
         "day_after": ("calendar", 0.25, _neighbours("day_after", "day", facts.DAYS, 1)),

@@ -86,6 +86,32 @@ class Decoding:
         with running_engine(eager) as (engine, _):
             return {size: statistics.median(self.settled_times_ms(engine, size)) for size in sizes}
 
+    def row(
+        self,
+        batch_size: int,
+        times_ms: list[float],
+        replay_ms: float | None,
+        eager_ms: float | None,
+        memory_ms: float | None,
+    ) -> dict[str, Any]:
+        """A row of the report; what was not measured is a dash."""
+
+        def told(number: float | None) -> float | str:
+            return round(number, 3) if number else "-"
+
+        begin, mean = self.context + SETTLING, statistics.fmean(times_ms)
+        return {
+            "batch": batch_size,
+            "context": f"{begin}-{begin + self.steps}",
+            "step_ms": told(statistics.median(times_ms)),
+            "mean_ms": told(mean),
+            "replay_ms": told(replay_ms),
+            "of_replay": told(mean / replay_ms if replay_ms else None),
+            "eager_ms": told(eager_ms),
+            "tokens_per_s": round(batch_size / mean * 1e3),
+            "memory_ms": told(memory_ms),
+        }
+
     def replay_ms(self, executor: RankExecutor, batch_size: int) -> float | None:
         """Milliseconds of one replay of a captured decode step and nothing else; None if there is
         no graph for ``batch_size`` rows.
@@ -224,21 +250,11 @@ def decode(
                 times = decoding.settled_times_ms(engine, size)
                 is_alone = options.tensor_parallel_size == 1
                 replay = decoding.replay_ms(executor, size) if is_alone else None
-                mean, memory = statistics.fmean(times), None
+                memory = None
                 if memory_tb_per_s is not None:
                     middle = context + SETTLING + steps // 2
                     memory = bytes_of_step(executor, size, middle) / memory_tb_per_s / 1e9
-                report.add(
-                    batch=size,
-                    context=f"{context + SETTLING}-{context + SETTLING + steps}",
-                    step_ms=round(statistics.median(times), 3),
-                    mean_ms=round(mean, 3),
-                    replay_ms=round(replay, 3) if replay else "-",
-                    of_replay=round(mean / replay, 3) if replay else "-",
-                    eager_ms=round(eager_ms[size], 3) if eager_ms else "-",
-                    tokens_per_s=round(size / mean * 1e3),
-                    memory_ms=round(memory, 3) if memory else "-",
-                )
+                report.add(**decoding.row(size, times, replay, eager_ms.get(size), memory))
                 if trace is not None:
                     path = labelled(trace, f"batch-{size}") if len(sizes) > 1 else trace
                     with profiled(path, step=None if replay is None else _FIRST_KERNEL):

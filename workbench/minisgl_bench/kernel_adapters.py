@@ -73,6 +73,18 @@ def _memory(size: int, *widths: int) -> AdapterMemory:
     return AdapterMemory(a, normal(_NUM_SLOTS, sum(widths), _RANK, scale=0.1), widths)
 
 
+def _weights(shape: Shape) -> tuple[tuple[Tensor, AdapterMemory], ...]:
+    """The weights of a layer's four GEMMs, each with the adapters of it."""
+    hidden, inner, heads = shape.hidden, shape.intermediate, shape.num_heads * shape.head_dim
+    of_keys = shape.num_kv_heads * shape.head_dim
+    return (
+        (normal(shape.qkv, hidden, scale=hidden**-0.5), _memory(hidden, heads, of_keys, of_keys)),
+        (normal(hidden, heads, scale=heads**-0.5), _memory(heads, hidden)),
+        (normal(2 * inner, hidden, scale=hidden**-0.5), _memory(hidden, inner, inner)),
+        (normal(hidden, inner, scale=inner**-0.5), _memory(inner, hidden)),
+    )
+
+
 def _layers(shape: Shape, batch_size: int) -> Callable[[AdaptedTokens | None], list[Call]]:
     """A function that makes the calls for tokens by adapter: each call computes one of several
     layers."""
@@ -81,7 +93,6 @@ def _layers(shape: Shape, batch_size: int) -> Callable[[AdaptedTokens | None], l
 
     device = torch.device("cuda")
     hidden, inner, heads = shape.hidden, shape.intermediate, shape.num_heads * shape.head_dim
-    of_keys = shape.num_kv_heads * shape.head_dim
     sizes = shape.num_heads, shape.num_kv_heads, shape.head_dim, hidden
     qkv = HeadsKernel(
         *sizes, device, page_size=PAGE_SIZE, fp8=False, adapters=(_NUM_SLOTS, 3 * _RANK)
@@ -94,18 +105,7 @@ def _layers(shape: Shape, batch_size: int) -> Callable[[AdaptedTokens | None], l
     pages = normal(2, batch_size, PAGE_SIZE, shape.num_kv_heads, shape.head_dim)
     norm, head_norm = normal(hidden), normal(shape.head_dim)
     residual, first = normal(batch_size, hidden), normal(batch_size, hidden)
-    layers = [
-        (
-            (
-                normal(shape.qkv, hidden, scale=hidden**-0.5),
-                _memory(hidden, heads, of_keys, of_keys),
-            ),
-            (normal(hidden, heads, scale=heads**-0.5), _memory(heads, hidden)),
-            (normal(2 * inner, hidden, scale=hidden**-0.5), _memory(hidden, inner, inner)),
-            (normal(hidden, inner, scale=inner**-0.5), _memory(inner, hidden)),
-        )
-        for _ in copies(_num_bytes(shape))
-    ]
+    layers = [_weights(shape) for _ in copies(_num_bytes(shape))]
     slots = positions * PAGE_SIZE
     last: list[tuple[Tensor, Tensor | None]] = []
 

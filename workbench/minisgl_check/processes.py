@@ -1,4 +1,4 @@
-"""The processes of this machine, as the kernel shows them."""
+"""The processes of this machine, as the kernel shows them. Must not know what they do."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Stops of `minisgl serve`: with requests open, and while it loads.
 
-Knows signals and processes of this machine.
+Knows signals and processes of this machine. Must not know how the command is started (``served``).
 """
 
 from __future__ import annotations

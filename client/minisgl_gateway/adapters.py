@@ -1,7 +1,7 @@
 """LoRA adapters: to callers, models of their own; to the operator, things to load and unload.
 
 Knows the engine through ``Engine`` only. The list of adapters is fetched again after some seconds,
-and when a caller names a model that is not in it.
+and when a caller names a model that is not in it. Must not know what requests ask for.
 """
 
 from __future__ import annotations

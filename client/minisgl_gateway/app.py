@@ -1,4 +1,7 @@
-"""The application: the routes, their description, and the gate in front of them."""
+"""The application: the routes, their description, and the gate in front of them.
+
+Must not know what a route does with a request.
+"""
 
 from __future__ import annotations
 

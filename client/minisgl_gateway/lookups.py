@@ -1,7 +1,7 @@
 """What callers look up without generating: the model, tokens, the text of tokens.
 
 Knows the engine through ``Engine`` only, and uses only its tokenizer: a lookup takes no place in a
-queue, none of a key's places, and no step of the engine.
+queue, none of a key's places, and no step of the engine. Must not know how answers are generated.
 """
 
 from __future__ import annotations

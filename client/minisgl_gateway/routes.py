@@ -1,4 +1,7 @@
-"""The routes of the Responses and the Messages API, on top of ``Service``."""
+"""The routes of the Responses and the Messages API, on top of ``Service``.
+
+Must not know how the engine is asked, or how an answer is written (``Renderer``).
+"""
 
 from __future__ import annotations
 

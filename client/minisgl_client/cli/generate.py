@@ -1,7 +1,7 @@
 """`minisgl generate`: one answer as it comes, or a file of answers to a file of requests.
 
 Exit codes: 0; 1 if a request failed or its answer was cut off; 2 for wrong usage; 130 after Ctrl-C,
-which cancels what is under way.
+which cancels what is under way. Must not know a protocol, or which values the server takes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Options of the commands: the server, the parameters of a request, the form of an answer."""
+"""Options of the commands: the server, the parameters of a request, the form of an answer.
+
+Knows the names and types of parameters. Must not know which values the server takes.
+"""
 
 from __future__ import annotations
 

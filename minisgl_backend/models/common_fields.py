@@ -77,10 +77,14 @@ def read_rope(
 ) -> RopeSpec:
     """The rotary embedding in either spelling, or as ``given``; ``ConfigError`` if it is not
     supported."""
+    spelling = "rope_parameters"
     if given is None:
-        given = {**config.table("rope_scaling"), **config.table("rope_parameters")}
+        former, given = config.table("rope_scaling"), config.table("rope_parameters")
+        if former and not given:
+            spelling = "rope_scaling"
+        given = {**former, **given}
     theta = config.number("rope_theta", 10_000.0)
-    rope = ConfigReader({"rope_theta": theta, **given}, f"{config.where}: rope_parameters")
+    rope = ConfigReader({"rope_theta": theta, **given}, f"{config.where}: {spelling}")
     scaling = rope.word("rope_type", rope.word("type", "default"))
     beside = config.number("partial_rotary_factor", 1.0, maximum=1.0)
     rotated = rope.number("partial_rotary_factor", beside, maximum=1.0)

@@ -12,6 +12,7 @@ import pytest
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.models.catalog import load_spec, parse_spec
+from minisgl_backend.models.common_fields import read_rope
 from minisgl_backend.models.config_json import ConfigReader, read_json
 from tests.unit.models.config_jsons import (
     LLAMA_3_1_8B,
@@ -243,3 +244,10 @@ def test_the_context_is_as_long_as_the_positions_are_stretched(
 ) -> None:
     values = {k: v for k, v in LLAMA_3_1_8B.items() if not k.startswith("rope")}
     assert parse_spec({**values, "rope_parameters": rope}).context == context
+
+
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+def test_errors_about_rope_name_the_spelling_that_is_there(key: str) -> None:
+    config = ConfigReader({key: {"rope_type": "linear"}})
+    with pytest.raises(ConfigError, match=f"config.json: {key}: factor is missing"):
+        read_rope(config, 64)

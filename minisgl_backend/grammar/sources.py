@@ -20,7 +20,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from functools import partial
 from typing import Any, Final, NoReturn
 
 from llguidance import LLMatcher
@@ -32,6 +31,7 @@ from minisgl_backend.grammar.lark import quoted, spaced
 from minisgl_backend.grammar.schema_places import keywords, shown
 from minisgl_backend.grammar.schemas import is_beyond_floats, is_changed
 from minisgl_backend.request import Grammar, GrammarKind, TokenId
+from minisgl_backend.wire.values import without_repeats
 
 MAX_SOURCE_BYTES: Final = 256 * 1024
 """The limit on a grammar's source; the largest schemas in public collections have about 100 KiB."""
@@ -85,24 +85,14 @@ def _form(kind: GrammarKind, source: str) -> str:
 
 def _parsed(source: str, what: str) -> Any:
     try:
-        return json.loads(
-            source, parse_constant=_no_constant, object_pairs_hook=partial(_unrepeated, what)
-        )
+        return json.loads(source, parse_constant=_no_constant, object_pairs_hook=without_repeats)
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{what} {error}") from None
     except (ValueError, RecursionError) as error:
         told = one_line(str(error))
         if "integer string conversion" in told:  # Python's words are about an option of Python
             told = "an integer has thousands of digits"
         raise InvalidRequest(f"{what} must be JSON: {told}") from error
-
-
-def _unrepeated(what: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object, of whose equal keys Python would keep the last."""
-    found: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in found:
-            raise InvalidRequest(f"{what} has the key {name[:60]!r} twice")
-        found[name] = value
-    return found
 
 
 def _no_constant(name: str) -> NoReturn:

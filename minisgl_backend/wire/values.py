@@ -34,14 +34,16 @@ _MAX_DIGITS: Final = 40
 def parse_json(name: str, text: str) -> Any:
     """The value of a JSON text. An object with a repeated key is refused."""
     try:
-        return json.loads(text, object_pairs_hook=_without_repeats)
+        return json.loads(text, object_pairs_hook=without_repeats)
     except InvalidRequest as error:
         raise InvalidRequest(f"{name} {error}") from None
     except (ValueError, RecursionError):
         raise InvalidRequest(f"{name} must be valid JSON") from None
 
 
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object, as ``json`` gives it; of equal keys it would keep the last. The message of the
+    ``InvalidRequest`` lacks its subject."""
     found: dict[str, Any] = {}
     for name, value in pairs:
         if name in found:

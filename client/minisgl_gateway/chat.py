@@ -280,23 +280,24 @@ class Chat:
 
     def _check(self, tools: Sequence[Tool], dialect: Dialect) -> None:
         """Refuse two tools of the same name, and enforced arguments that cannot be an object."""
+        required = self.calls.required or self.form is not None
+        bound = dialect.bound_tools(tools, replace(self.calls, required=required))
+        enforced = {tool.name for tool in bound}
         names = set()
         for index, tool in enumerate(tools):
+            place = f"{self.tools_param}[{index}]"
             if tool.name in names:
-                place = f"{self.tools_param}[{index}]"
                 raise invalid(
                     f"{place} has the name of another tool, {errors.shown(tool.name)}", place
                 )
             names.add(tool.name)
-        required = self.calls.required or self.form is not None
-        for tool in dialect.bound_tools(tools, replace(self.calls, required=required)):
             kind = (tool.parameters or {}).get("type", "object")
             is_among = not tool.strict and isinstance(kind, list) and "object" in kind
-            if kind != "object" and not is_among:
+            if tool.name in enforced and kind != "object" and not is_among:
                 raise invalid(
                     f"{self.tools_param}: type must be 'object', got {errors.shown(kind)}, at "
                     f"{tool.name}#/type",
-                    self.tools_param,
+                    place,
                 )
 
     def _schema(self) -> Any:

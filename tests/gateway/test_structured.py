@@ -357,7 +357,7 @@ def test_enforced_arguments_are_an_object(
     tools = [tool("g", COUNT), tool("f", parameters, strict=strict)]
     body = {"messages": MESSAGES, "tools": tools}
     error = refused(gateway, "chat/completions", {**body, "tool_choice": "required"})
-    assert error["param"] == "tools"
+    assert error["param"] == "tools[1]"
     assert error["message"] == f"tools: type must be 'object', got {got}, at f#/type"
     assert refused(gateway, "chat/completions", {**body, "response_format": FORMAT}) == error
 

@@ -6,8 +6,8 @@ what concerns all choices (``closing``, or ``failure``).
 
 A writer's first piece has the number of input tokens (``piece.source``, if ``Chat.tells_counts`` is
 set), so that a stream can begin with it. A renderer that keeps complete answers for later requests
-stores them in ``body`` or ``closing``. Must not know how the engine is asked, or
-how bytes are sent.
+stores them in ``body`` or ``closing``. Must not know how the engine is asked, or how bytes are
+sent.
 """
 
 from __future__ import annotations

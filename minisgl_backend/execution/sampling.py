@@ -123,9 +123,8 @@ class Sampler:
             self._table.sampling.masks.index_copy_(0, lines, masks)
 
     def sample(self, due: StepLogits, *, all_logits: bool = True) -> StepOutput:
-        """Sample a token for each line of the logits, and keep it. With
-        ``all_logits``, sample from those of all ranks; it may be False only if
-        ``need_all_logits`` is."""
+        """Sample a token for each line of the logits, and keep it. With ``all_logits``, sample from
+        those of all ranks; it may be False only if ``need_all_logits`` is."""
         logits = self._gathered(due.logits) if all_logits else due.logits
         tokens = self._of_rank_0(logits, due) if all_logits else self._of_all_ranks(due)
         keep_sampled(self._table, due.rows, due.positions, tokens)

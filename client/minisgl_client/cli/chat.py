@@ -43,6 +43,7 @@ from minisgl_client.cli.request_options import (
     refuse_logprobs,
     server_options,
     with_fitting,
+    with_inner,
 )
 
 
@@ -308,7 +309,7 @@ def _params(conversation: Conversation, rest: str) -> str:
     asked = parameters_of([word for word in words if not word.endswith("=")])
     refuse_logprobs(asked)
     conversation.parameters |= asked
-    if names_max_tokens(asked):  # in place of the one so far
+    if names_max_tokens(with_inner(asked)):  # in place of the one so far
         unset |= set(MAX_TOKENS) - asked.keys()
     for name in unset & conversation.parameters.keys():
         del conversation.parameters[name]

@@ -243,7 +243,7 @@ def _request(line: bytes, template: _Template) -> dict[str, Any]:
     if "request_id" in said:  # an argument of ours, not of the server
         raise InvalidArgument("unknown parameter 'request_id'; did you mean 'id'?")
     within = with_inner(said)
-    if names_max_tokens(said):
+    if names_max_tokens(within):
         said = {**_MAX_TOKENS, "fit_max_tokens": within.get("fit_max_tokens", False), **said}
     elif within.get("embed") is True:  # the command's are for lines that generate
         said |= _MAX_TOKENS

@@ -113,8 +113,9 @@ def given(
         if options[name] != ([value] if name in LISTS and isinstance(value, str) else value):
             option = name.replace("_", "-")
             raise click.UsageError(f"--{option} and --param {name} have different values")
-    embeds = with_inner(others).get("embed") is True
-    if (embeds or names_max_tokens(others)) and _is_default(context, "max_tokens"):
+    within = with_inner(others)
+    has_no_default = within.get("embed") is True or names_max_tokens(within)
+    if has_no_default and _is_default(context, "max_tokens"):
         options["max_tokens"] = None
     return {name: value for name, value in {**options, **others}.items() if value is not None}
 
@@ -133,10 +134,9 @@ def with_inner(asked: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**inner, **asked} if isinstance(inner, dict) else asked
 
 
-def names_max_tokens(asked: Mapping[str, Any]) -> bool:
-    """Whether parameters have ``max_tokens``, under either name, also in
-    ``sampling_parameters``."""
-    return not with_inner(asked).keys().isdisjoint(MAX_TOKENS)
+def names_max_tokens(within: Mapping[str, Any]) -> bool:
+    """Whether parameters, as ``with_inner`` returns them, have ``max_tokens`` by either name."""
+    return not within.keys().isdisjoint(MAX_TOKENS)
 
 
 def with_fitting(asked: Mapping[str, Any]) -> dict[str, Any]:

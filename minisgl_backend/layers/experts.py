@@ -136,7 +136,7 @@ class ExpertsMLP(nn.Module):
             *weights.shapes,
             kinds=weights.kinds,
             gate=weights.gate,
-            wide=self.router.weight.dtype == torch.float32,
+            wide=self.router.is_wide,
             shared=memory.has_shared,
         )
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from minisgl_backend.experts_spec import ExpertsSpec
 from minisgl_backend.kernels import linear_cut
+from minisgl_backend.kernels.dispatch import at_least_float32
 from minisgl_backend.kernels.routing import Choices, choose
 from minisgl_backend.layers.quantized_matrix import Matrices
 from minisgl_backend.layers.quantized_place import place_in
@@ -29,7 +30,8 @@ class Router(nn.Module):
     """Picks the experts of a token (Switch Transformer, arXiv 2101.03961; Mixtral, arXiv
     2401.04088). Every rank holds all of it.
 
-    If their sigmoids are used, logits are computed in float32, as in the training of such models.
+    If their sigmoids are used, logits are computed in float32, as in the training of such models,
+    and so is what the checkpoint has beside the weight.
     """
 
     correction: nn.Parameter | None
@@ -58,12 +60,24 @@ class Router(nn.Module):
         if self.correction is not None:
             self.correction.data = self.correction.data.to(wide)
 
+    def narrow(self, dtype: torch.dtype) -> None:
+        """Keep a loaded weight in ``dtype`` if that changes no element, as in most checkpoints: the
+        logits stay the same, and half as much is read."""
+        narrowed = self.weight.data.to(dtype)
+        if torch.equal(narrowed.to(self.weight.dtype), self.weight.data):
+            self.weight.data = narrowed
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether logits are in float32, though hidden states may have 16 bits."""
+        return self.rule.sigmoid or self.weight.dtype == torch.float32
+
     @property
     def fits_tensor_cores(self) -> bool:
         """Whether such kernels can compute its logits, even if the input's norm is half done."""
         num_experts, hidden_size = self.weight.shape
         reason = linear_cut.why_not(num_experts, hidden_size, whole=False)
-        return self.weight.dtype == torch.bfloat16 and reason is None
+        return self.weight.dtype == torch.bfloat16 and not self.is_wide and reason is None
 
     def use_tensor_cores(self, kernels: TensorCores) -> None:
         """Compute steps that fit by ``kernels``. Only if it ``fits_tensor_cores``."""
@@ -78,7 +92,10 @@ class Router(nn.Module):
         kernel = self._kernel
         if kernel is not None and len(x) <= kernel.most_tokens:
             return kernel(x, self.weight, squares=None, eps=0.0, bias=bias, pdl=pdl)
-        return F.linear(x.to(self.weight.dtype), self.weight, bias)
+        if self.rule.sigmoid:
+            assert bias is None
+            return _in_float32(x, self.weight)
+        return F.linear(x, self.weight, bias)
 
     def forward(self, x: Tensor) -> Choices:
         """Choices among all experts, for ``x`` [num_tokens, hidden_size]."""
@@ -94,3 +111,10 @@ class Router(nn.Module):
             yield "e_score_correction_bias", whole(self.correction)
         if self.factors is not None:
             yield "../per_expert_scale", whole(self.factors)
+
+
+def _in_float32(x: Tensor, weight: Tensor) -> Tensor:
+    """x W^T, with nothing rounded to 16 bits."""
+    if x.is_cuda and x.dtype == weight.dtype and x.itemsize == 2:
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)
+    return F.linear(at_least_float32(x), at_least_float32(weight))

@@ -100,6 +100,9 @@ def build_model(
         )
     else:
         raise ConfigError(f"load_format must be auto or dummy, got {load_format!r}")
+    for module in model.modules():
+        if isinstance(module, Router):
+            module.narrow(dtype)
     if spec.weights is not None:
         _log_quantized(model, spec.weights, dtype)
     model.set_positions(max_sequence_length or spec.context, device)

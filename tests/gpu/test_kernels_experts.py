@@ -624,6 +624,32 @@ def test_routing_with_the_routers_gemm(
 
 
 @needs_hopper
+@pytest.mark.parametrize("num_tokens", [1, 8, 9, 300])
+@pytest.mark.parametrize("block", [0, 8])
+def test_routing_by_corrected_sigmoids(device: torch.device, num_tokens: int, block: int) -> None:
+    """By the logits of a router whose weight has 16 bits, which few tokens have in one kernel."""
+    from minisgl_backend.kernels.cuda.routing import RoutingKernel
+
+    rule = RoutingRule(
+        num_experts=128, top_k=8, normalize=True, sigmoid=True, corrected=True, scale=2.5
+    )
+    size = 4096
+    kernel = RoutingKernel(rule, (0, 128), size, device, wide=True, blocks=[0, 8], few=[0, 8])
+    x = torch.randn(num_tokens, size, device=device).bfloat16()
+    weight = torch.randn(128, size, device=device).bfloat16() / 64
+    correction = torch.randn(128, device=device) / 8
+    expected = choose(F.linear(x.double(), weight.double()), rule, correction.double())
+    logits = torch.mm(x, weight.t(), out_dtype=torch.float32)
+    ways = [kernel(logits, block=block, correction=correction)]
+    if kernel.takes_rows(num_tokens, weight, block=block):
+        ways.append(kernel.of_rows(x, weight, block=block, correction=correction))
+    assert len(ways) == (2 if num_tokens <= 8 else 1)
+    for routed in ways:
+        assert torch.equal(routed.choices.ids.long(), expected.ids)
+        assert_close(routed.choices.weights, expected.weights.float())
+
+
+@needs_hopper
 @pytest.mark.parametrize("num_tokens", [1, 3, 8])
 @pytest.mark.parametrize("num_experts", [16, 32, 256])
 @pytest.mark.parametrize("held", [(0, 16), (4, 8)])

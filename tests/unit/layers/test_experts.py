@@ -232,6 +232,21 @@ def test_corrections_keep_the_precision_of_float32() -> None:
     assert plain.weight.dtype == torch.bfloat16
 
 
+def test_logits_of_sigmoids_are_wide_though_a_weight_that_allows_it_is_kept_in_16_bits() -> None:
+    router = block(spec_of(sigmoid=True, corrected=True), OneRank()).router
+    router.cast(torch.bfloat16)
+    weight, x = torch.randn(NUM_EXPERTS, HIDDEN_SIZE), torch.randn(5, HIDDEN_SIZE).bfloat16()
+    for stored, dtype in ((weight, torch.float32), (weight.bfloat16(), torch.bfloat16)):
+        router.weight.data = stored.float()
+        expected = x.float() @ stored.float().T
+        router.narrow(torch.bfloat16)
+        assert router.weight.dtype == dtype
+        assert torch.equal(router.weight.data, stored)
+        logits = router.logits(x)
+        assert logits.dtype == torch.float32
+        torch.testing.assert_close(logits, expected)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -186,7 +186,8 @@ def _parts(module: str, num_rows: int, names: TensorNames) -> dict[str, slice]:
     for weight, stored in names.weights(f"{module}.weight", (num_rows, 1)):
         (rows,) = stored.region or (slice(None),)
         assert isinstance(rows, slice)  # a linear module is no stack of experts
-        parts[weight.removesuffix(".weight")] = rows
+        if stored.period is None:  # no projection that takes adapters is scattered
+            parts[weight.removesuffix(".weight")] = rows
     return parts
 
 

@@ -8,9 +8,8 @@ the names of the checkpoint and how heads are split over ranks. Must not know wh
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import astuple, replace
+from dataclasses import replace
 from functools import partial
-from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,7 +27,6 @@ from minisgl_backend.layers.norm import Normed, RMSNorm
 from minisgl_backend.layers.quantized_matrix import Matrices
 from minisgl_backend.layers.weight_place import (
     Place,
-    Share,
     WeightPlace,
     collect_places,
     empty_parameter,
@@ -47,9 +45,8 @@ if TYPE_CHECKING:
 class GatedDeltaNet(nn.Module):
     """The layer (``TokenMixer``), with this rank's heads.
 
-    Queries and keys have fewer heads than values; consecutive value heads share one. The projection
-    of queries, keys, values and z, the gate of the output, gives them one below the other, or key
-    head by key head (``DeltaSpec.by_key_head``). So does the projection of the rates, which is too
+    Queries and keys have fewer heads than values; consecutive value heads share one. A projection
+    gives queries, keys, values and z, the gate of the output; another one the rates, which is too
     small to stay quantized. Both are one GEMM, unless the first stays quantized.
     """
 
@@ -65,15 +62,9 @@ class GatedDeltaNet(nn.Module):
         heads = even_share(shape.num_heads, group, "the value heads")
         self._shares = {"q": keys, "k": keys, "v": values}
         name = f"model.layers.{layer}.linear_attn"
-        if shape.by_key_head:
-            pairs = zip(astuple(keys), astuple(values), strict=True)
-            both = Share(*(2 * (of_keys + of_values) for of_keys, of_values in pairs))
-            twice = Share(*(2 * number for number in astuple(heads)))
-            inputs, rates = {"in_proj_qkvz": both}, {"in_proj_ba": twice}
-        else:
-            inputs = {f"in_proj_{part}": share for part, share in self._shares.items()}
-            inputs["in_proj_z"] = values
-            rates = {"in_proj_b": heads, "in_proj_a": heads}
+        inputs = {f"in_proj_{part}": share for part, share in self._shares.items()}
+        inputs["in_proj_z"] = values
+        rates = {"in_proj_b": heads, "in_proj_a": heads}
         is_plain = not any(matrices.stays_quantized(f"{name}.{part}") for part in inputs)
         plain = replace(matrices, keeps=lambda form: False)
         make = partial(MergedColumnLinear, name, spec.hidden_size, bias=False, padded=True)
@@ -150,18 +141,8 @@ class GatedDeltaNet(nn.Module):
             if x.squares is None:  # otherwise both complete the norm
                 x = Normed(x.normalized(pdl=pdl))
             projected, rates = self.in_proj(x, pdl=pdl), self.rates_proj(x, pdl=pdl)
-        rates = rates[:, : 2 * shape.num_heads]
-        if not shape.by_key_head:
-            qkv, z = projected[:, :channels], projected[:, channels : channels + num_z]
-            b, a = rates.chunk(2, dim=1)
-        else:
-            by_head = projected[:, : channels + num_z].unflatten(1, (shape.num_key_heads, -1))
-            ends = accumulate((shape.key_dim, shape.key_dim, num_z // shape.num_key_heads))
-            parts = by_head.tensor_split(list(ends), dim=2)
-            *of_channels, z = (part.flatten(1) for part in parts)
-            qkv = torch.cat(of_channels, dim=1)
-            of_heads = rates.unflatten(1, (shape.num_key_heads, 2, -1))
-            b, a = (part.flatten(1).contiguous() for part in of_heads.unbind(2))
+        qkv, z = projected[:, :channels], projected[:, channels : channels + num_z]
+        b, a = rates[:, : 2 * shape.num_heads].chunk(2, dim=1)
         return DeltaInputs(qkv, z.unflatten(1, (shape.num_heads, shape.value_dim)), a, b)
 
     @property

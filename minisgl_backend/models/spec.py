@@ -112,10 +112,7 @@ class MoeSpec:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaSpec:
     """The Gated DeltaNet layers; ``layers`` are those that mix tokens in this way, without
-    attention.
-
-    ``by_key_head``: how the merged projections order their outputs (``GatedDeltaNet``).
-    ``state_dtype``: the type that the checkpoint names for states.
+    attention. ``state_dtype``: the type that the checkpoint names for states.
     """
 
     num_key_heads: int
@@ -124,7 +121,6 @@ class DeltaSpec:
     value_dim: int
     conv_width: int
     layers: frozenset[int]
-    by_key_head: bool = False
     state_dtype: str = "float32"
 
     @property

@@ -46,12 +46,40 @@ _OTHER_PARTS: Final = re.compile(
 class StoredAs:
     """Where a weight of the decoder is: in the whole tensor ``name`` of a file, or in its
     ``region``. ``shape`` is the weight's own. If ``transposed``, the weight is a matrix, and what
-    is read has its dimensions the other way round."""
+    is read has its dimensions the other way round.
+
+    With a ``period``, the weight is scattered: it consists of as many such regions as fit into its
+    shape, each begins ``period`` after the one before, and they are joined along the last dimension
+    that the region names.
+    """
 
     name: str
     shape: tuple[int, ...]
     region: Region = ()
     transposed: bool = False
+    period: int | None = None
+
+    @property
+    def joined_at(self) -> int:
+        """The dimension along which the regions of a scattered weight are joined."""
+        return len(self.region) - 1
+
+    def regions_within(self, region: Sequence[slice]) -> Iterator[Region]:
+        """The regions of the file's tensor that are together this ``region`` of the weight."""
+        if self.period is None:
+            yield self.within(region)
+            return
+        at = self.joined_at
+        first = self.region[at]
+        assert isinstance(first, slice)  # a scattered weight is no expert of a stack
+        size = first.stop - first.start
+        wanted = [*region, *(slice(None) for _ in self.shape[len(region) :])]
+        begin, end, _ = wanted[at].indices(self.shape[at])
+        for index in range(begin // size, -(-end // size)):
+            at_once = slice(max(begin - index * size, 0), min(end - index * size, size))
+            shift = first.start + index * self.period
+            held = slice(shift + at_once.start, shift + at_once.stop)
+            yield (*wanted[:at], held, *wanted[at + 1 :])
 
     def within(self, region: Sequence[slice]) -> Region:
         """The region of the file's tensor that is this ``region`` of the weight."""
@@ -77,16 +105,19 @@ class TensorNames:
     ``renamed`` are pairs of a fragment of a name there and what replaces it in the decoder's name,
     once in a name; all pairs apply, in their order. ``merged`` lists the modules whose tensors
     hold several projections, the outputs of one after those of another: by the end of the module's
-    name, the names of the projections and their numbers of outputs. A checkpoint of only the
-    layers, as of embedding models, leaves out the first part of all names, ``model.``. If the
-    checkpoint is ``multimodal``, the tensors for images and audio are left out. Tensors whose names
-    begin with one of ``left_out`` are always left out.
+    name, the names of the projections and their numbers of outputs. Those that are also in
+    ``by_head``, each with its number of heads, hold the outputs of all projections for the first
+    head, then those for the next. A checkpoint of only the layers, as of embedding models, leaves
+    out the first part of all names, ``model.``. If the checkpoint is ``multimodal``, the tensors
+    for images and audio are left out. Tensors whose names begin with one of ``left_out`` are always
+    left out.
     With ``keeps_stacks`` a tensor of all experts is one weight, not several of one expert each.
     With ``transposed_stacks`` inputs come before outputs in such tensors, which are plain.
     """
 
     renamed: tuple[tuple[str, str], ...] = ()
     merged: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    by_head: Mapping[str, int] = field(default_factory=dict)
     multimodal: bool = False
     left_out: tuple[str, ...] = ()
     keeps_stacks: bool = False
@@ -115,10 +146,11 @@ class TensorNames:
                 return
         module, _, kind = own.rpartition(".")
         around, _, last = module.rpartition(".")
-        parts = next((self.merged[end] for end in self.merged if module.endswith(end)), None)
-        if parts is None:
+        end = next((end for end in self.merged if module.endswith(end)), None)
+        if end is None:
             yield own, StoredAs(name, shape)
             return
+        parts = self.merged[end]
         modules = {f"{around}.{part}.{kind}": size for part, size in parts.items()}
         if kind in _NEEDLESS:
             return
@@ -128,7 +160,7 @@ class TensorNames:
         at = _OUTPUTS_AT.get(kind)
         if at is None or len(shape) <= at:
             raise ConfigError(f"{name}: {last} merges {', '.join(parts)}, and no {kind} is known")
-        yield from _of_outputs(modules, name, shape, at)
+        yield from _of_outputs(modules, name, shape, at, self.by_head.get(end, 1))
 
     def in_checkpoint(self, name: str, prefix: str | None) -> str:
         """The name in the checkpoint for a weight ``name`` of the decoder, for errors. ``prefix``
@@ -219,14 +251,15 @@ def _parts_of(stacked: re.Match[str]) -> tuple[str, ...]:
 
 
 def _of_outputs(
-    sizes: Mapping[str, int], name: str, shape: tuple[int, ...], at: int
+    sizes: Mapping[str, int], name: str, shape: tuple[int, ...], at: int, num_heads: int
 ) -> Iterator[tuple[str, StoredAs]]:
     """The weights in a merged tensor: the outputs of each part, or blocks or words of them, which
-    are dimension ``at``."""
+    are dimension ``at``. They may be ordered by heads."""
     total, begin, count = sum(sizes.values()), 0, shape[at]
     before = tuple(slice(0, size) for size in shape[:at])
+    period = count // num_heads if num_heads > 1 else None
     for part, size in sizes.items():
-        own, rest = divmod(size * count, total)
+        own, rest = divmod(size * count, total * num_heads)  # of a head
         if rest or count > total:
             what = "columns" if at else "rows"
             raise ConfigError(
@@ -234,5 +267,6 @@ def _of_outputs(
                 + ", ".join(map(str, sizes.values()))
             )
         region = *before, slice(begin, begin + own)
-        yield part, StoredAs(name, (*shape[:at], own, *shape[at + 1 :]), region)
+        of_part = *shape[:at], own * num_heads, *shape[at + 1 :]
+        yield part, StoredAs(name, of_part, region, period=period)
         begin += own

@@ -205,8 +205,12 @@ def _read_file(path: Path, uses: Mapping[str, _Use]) -> Iterator[tuple[str, Tens
     with open_tensors(path) as file:
         for name, use in uses.items():
             stored = use.stored
-            region = stored.within(use.wanted.region[: len(stored.shape)])
-            values = file.get_slice(stored.name)[region] if region else file.get_tensor(stored.name)
+            wanted = use.wanted.region[: len(stored.shape)]
+            parts = [
+                file.get_slice(stored.name)[region] if region else file.get_tensor(stored.name)
+                for region in stored.regions_within(wanted)
+            ]
+            values = parts[0] if len(parts) == 1 else torch.cat(parts, dim=stored.joined_at)
             values = values.T if stored.transposed else values
             if use.wanted.is_scale:
                 _check_scale(stored.name, values, signed=use.wanted.signed)

@@ -26,13 +26,19 @@ def read_qwen3_next(config: ConfigReader) -> ModelSpec:
     """``Qwen3NextForCausalLM``: like Qwen3.5, with experts in every ``decoder_sparse_step``-th
     layer and projections that are ordered by key heads."""
     config = config.with_defaults(num_key_value_heads=2, hidden_size=2048, intermediate_size=5632)
-    fields, delta = _hybrid_fields(config, by_key_head=True)
+    fields, delta = _hybrid_fields(config)
     moe = MoeSpec(
         experts=_experts_beside_one(config, 512, 10, normalize=config.flag("norm_topk_prob", True)),
         layers=sparse_layers(config, fields["num_layers"]),
     )
-    merged = {".linear_attn.conv1d": _by_channels("conv", delta)}
-    names = TensorNames(merged=merged, left_out=("mtp.",))
+    of_inputs, of_rates = ".linear_attn.in_proj_qkvz", ".linear_attn.in_proj_ba"
+    merged = {
+        of_inputs: _by_channels("in_proj", delta) | {"in_proj_z": delta.value_size},
+        of_rates: {"in_proj_b": delta.num_heads, "in_proj_a": delta.num_heads},
+        ".linear_attn.conv1d": _by_channels("conv", delta),
+    }
+    by_head = dict.fromkeys((of_inputs, of_rates), delta.num_key_heads)
+    names = TensorNames(merged=merged, by_head=by_head, left_out=("mtp.",))
     return ModelSpec(architecture="Qwen3NextForCausalLM", moe=moe, names=names, **fields)
 
 
@@ -76,9 +82,7 @@ def read_qwen3_5_moe_multimodal(config: ConfigReader) -> ModelSpec:
     return text_part(spec, "Qwen3_5MoeForConditionalGeneration")
 
 
-def _hybrid_fields(
-    config: ConfigReader, *, by_key_head: bool = False
-) -> tuple[dict[str, Any], DeltaSpec]:
+def _hybrid_fields(config: ConfigReader) -> tuple[dict[str, Any], DeltaSpec]:
     """Fields for Gated DeltaNet with the defaults of Qwen3-Next and later, and gated attention in
     between; and the shape of the DeltaNet layers, even if there are none."""
     config = config.with_defaults(
@@ -100,7 +104,6 @@ def _hybrid_fields(
         value_dim=config.integer("linear_value_head_dim", 128, maximum=MOST_HEADS),
         conv_width=config.integer("linear_conv_kernel_dim", 4, minimum=2, maximum=MOST_HEADS),
         layers=linear,
-        by_key_head=by_key_head,
         state_dtype=states if states in _STATE_DTYPES else "float32",
     )
     if delta.num_heads % delta.num_key_heads:

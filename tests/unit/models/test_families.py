@@ -462,7 +462,8 @@ def test_experts_and_projections_of_qwen3_next() -> None:
     shared = SharedExpert(name="shared_expert", intermediate_size=512, gated=True)
     experts = ExpertsSpec(routing=rule, intermediate_size=512, shared=shared)
     assert spec.moe == MoeSpec(experts=experts, layers=frozenset(range(48)))
-    assert spec.delta_net is not None and spec.delta_net.by_key_head
+    assert spec.delta_net is not None
+    assert set(spec.names.by_head.values()) == {spec.delta_net.num_key_heads} == {16}
     assert spec.delta_net.layers == frozenset(range(48)) - frozenset(range(3, 48, 4))
     assert (spec.head_dim, spec.num_kv_heads, spec.rope.rotated) == (256, 2, 0.25)
     assert 79 < spec.num_parameters / 1e9 < 80.5

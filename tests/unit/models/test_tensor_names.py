@@ -147,6 +147,30 @@ def test_codes_of_merged_tensors_are_taken_apart() -> None:
     assert not dict(names.weights("mlp.gate_up_proj.weight_shape", (2,)))
 
 
+def test_tensors_merged_by_heads_are_taken_apart() -> None:
+    merged = {".in_proj": {"q": 8, "v": 16}}
+    names = TensorNames(merged=merged, by_head={".in_proj": 4})
+    found = dict(names.weights("a.in_proj.weight", (24, 5)))
+    v = found["a.v.weight"]
+    assert (v.shape, v.joined_at) == ((16, 5), 0)
+    rows = [list(range(24))[held[0]] for held in v.regions_within([]) if isinstance(held[0], slice)]
+    assert rows == [[2, 3, 4, 5], [8, 9, 10, 11], [14, 15, 16, 17], [20, 21, 22, 23]]
+    some = list(v.regions_within([slice(3, 9), slice(1, 2)]))
+    assert some == [(slice(s, e), slice(1, 2)) for s, e in ((5, 6), (8, 12), (14, 15))]
+    assert list(found["a.q.weight"].regions_within([slice(4, 6)])) == [(slice(12, 14), slice(None))]
+
+    scales = dict(names.weights("a.in_proj.weight_scale_inv", (12, 2)))["a.v.weight_scale_inv"]
+    assert [held[0] for held in scales.regions_within([slice(1, 3)])] == [slice(2, 3), slice(4, 5)]
+    words = dict(names.weights("a.in_proj.qweight", (5, 12)))["a.v.qweight"]
+    assert (words.shape, words.joined_at) == ((5, 8), 1)
+    assert list(words.regions_within([slice(None), slice(0, 3)])) == [
+        (slice(None), slice(1, 3)),
+        (slice(None), slice(4, 5)),
+    ]
+    with pytest.raises(ConfigError, match="whose rows cannot be parts of 8, 16"):
+        list(names.weights("a.in_proj.weight_scale_inv", (6, 2)))
+
+
 def test_stacked_and_single_experts_are_the_same(checkpoints: Path, tmp_path: Path) -> None:
     """The publisher writes one tensor per expert, newer tools one for all."""
     tensors = load_file(checkpoints / "mixtral" / "model.safetensors")

@@ -15,8 +15,8 @@ from minisgl_backend.experts_spec import ExpertsSpec
 from minisgl_backend.kernels.experts import ExpertWeights
 from minisgl_backend.layers.expert_places import InterleavedPlace, check_interleaved, stacked_place
 from minisgl_backend.layers.feed_forward import GatedMLP
-from minisgl_backend.layers.matrix import DenseMatrix
-from minisgl_backend.layers.quantized_matrix import Matrices
+from minisgl_backend.layers.matrix import DenseMatrix, Matrix
+from minisgl_backend.layers.quantized_matrix import Matrices, QuantizedMatrix
 from minisgl_backend.layers.quantized_place import place_in
 from minisgl_backend.layers.stored_weight import StoredWeight
 from minisgl_backend.layers.weight_place import Place, Share, empty_parameter, even_share
@@ -45,7 +45,7 @@ class ExpertMemory(nn.Module):
         shared: GatedMLP | None,
     ):
         """``name`` is that of all experts in the checkpoint. There is room for ``shared``, an MLP
-        that all tokens take, as the last expert, if it is like the others (``lay_out``). Raises
+        that all tokens take, as the last expert, if it is like the others (``has_shared``). Raises
         ``ConfigError`` if the experts, or their features, cannot be split over the ranks."""
         super().__init__()
         self._name, self._interleaved = name, spec.interleaved
@@ -68,7 +68,7 @@ class ExpertMemory(nn.Module):
         of_gate_up = [form for (_, part), form in self._formats.items() if part != "down_proj"]
         kept = matrices.experts_kept([*of_gate_up, *of_down])
         self.form = of_down[0] if kept else None
-        self.has_shared = not whole_experts and not kept and self._is_alike(shared)
+        self.has_shared = not whole_experts and self._is_alike(shared)
         more = 1 if self.has_shared else 0
         inner, outer, width = self.inner, self.outer, 2 * self.inner.size
         both = [(0, inner), (inner.size, inner)]
@@ -79,20 +79,40 @@ class ExpertMemory(nn.Module):
         self._gate = spec.gate
 
     def _is_alike(self, shared: GatedMLP | None) -> bool:
-        """Whether this MLP's weights are plain and of the same size as an expert's."""
+        """Whether this MLP's weights have the format and the size of an expert's."""
         if shared is None:
             return False
         matrices = shared.gate_up_proj.matrix, shared.down_proj.matrix
-        is_plain = all(isinstance(matrix, DenseMatrix) for matrix in matrices)
-        return is_plain and matrices[1].in_features == self.inner.size
+        return matrices[1].in_features == self.inner.size and all(
+            isinstance(matrix, DenseMatrix)
+            if self.form is None
+            else isinstance(matrix, QuantizedMatrix)
+            and matrix.form.stored_as == self.form.stored_as
+            for matrix in matrices
+        )
 
     def lay_out(self, shared: GatedMLP) -> None:
         """Make the MLP that all tokens take also the last expert in memory, where kernels for few
-        tokens take it with the others. Only if it ``has_shared``, before weights are loaded."""
+        tokens take it with the others. Only if it ``has_shared``, before weights are loaded. Codes
+        stay apart, since each kernel has its own order of scales: see ``copy``."""
         assert self.has_shared
-        for linear, memory in ((shared.gate_up_proj, self.gate_up), (shared.down_proj, self.down)):
-            assert isinstance(linear.matrix, DenseMatrix) and isinstance(memory, nn.Parameter)
-            linear.matrix.weight.data = memory.data[-1]
+        for matrix, memory in self._pairs(shared):
+            if isinstance(memory, nn.Parameter):
+                assert isinstance(matrix, DenseMatrix)
+                matrix.weight.data = memory.data[-1]
+
+    def copy(self, shared: GatedMLP) -> None:
+        """Complete what ``lay_out`` began, once weights are loaded and before they are packed."""
+        assert self.has_shared
+        for matrix, memory in self._pairs(shared):
+            if isinstance(memory, StoredWeight):
+                assert isinstance(matrix, QuantizedMatrix)
+                memory.put_into(slice(0, matrix.out_features), -1)(matrix.storage.weight)
+
+    def _pairs(self, shared: GatedMLP) -> Iterator[tuple[Matrix, nn.Parameter | StoredWeight]]:
+        """The matrices of the MLP, each with that of all experts."""
+        yield shared.gate_up_proj.matrix, self.gate_up
+        yield shared.down_proj.matrix, self.down
 
     @property
     def weights(self) -> ExpertWeights:

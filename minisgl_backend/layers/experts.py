@@ -91,8 +91,7 @@ class ExpertsMLP(nn.Module):
             group=group,
             matrices=matrices,
             whole_experts=whole_experts,
-            # kernels that take it with the experts also compute its gate
-            shared=self.shared if fused and self.shared_gate is not None else None,
+            shared=self.shared if fused else None,
         )
         self._kernels: ExpertsKernels | None = None
         # both in float32, as these kernels take them
@@ -123,6 +122,9 @@ class ExpertsMLP(nn.Module):
             return
         if not expert_cut.fits(memory.outer.size, memory.inner.size, memory.form):
             return
+        if memory.has_shared:
+            assert self.shared is not None
+            memory.copy(self.shared)
         if memory.form is not None:
             self._packed = self.weights.packed()
         if self.router.bias is not None:
@@ -213,14 +215,14 @@ class ExpertsMLP(nn.Module):
             read, choices = self._routed(x.x)
             return expert_outputs(read, self.weights, choices), choices, shared
         rows, squares = x.unscaled(pdl=pdl)
-        router, shared, shared_gate = self.router.weight, None, None
+        router, shared = self.router.weight, None
+        rest: dict[str, Any] = {"squares": squares, "eps": x.eps}
         if self.memory.has_shared and adapted is None and kernels.takes_shared(len(rows), router):
-            assert self.shared_gate is not None
-            shared_gate = self.shared_gate[0]
+            rest["with_shared"] = True
+            rest["shared_gate"] = None if self.shared_gate is None else self.shared_gate[0]
         else:
             ready = Normed(rows, x.norm if squares is not None else None, squares)
             shared = self._of_shared(ready, pdl, adapted)
-        rest: dict[str, Any] = {"shared_gate": shared_gate, "squares": squares, "eps": x.eps}
         outputs, choices = self._by_kernels(kernels, rows, pdl=pdl, **rest)
         return outputs, choices, shared
 

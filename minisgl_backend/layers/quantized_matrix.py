@@ -50,7 +50,8 @@ class QuantizedMatrix(Matrix):
 
     The formats of all parts have the same encoding. Kernels take ``weight``. Its
     ``QuantizedWeight.block`` is what ``block_of`` finds for the parts: the format's block, unless a
-    part begins inside a block. The number of tokens decides what computes a GEMM:
+    part begins inside a block. ``form`` is the format of the first part. The number of tokens
+    decides what computes a GEMM:
 
         tensor cores   as many tokens as the kernels take, if ``use_tensor_cores`` was called
         float8         more tokens, rounded to 8 bits, on tensor cores, if the weight's scales allow
@@ -81,6 +82,7 @@ class QuantizedMatrix(Matrix):
         self.storage = StoredWeight(
             first, block_of(first, begins, ins), (out_features, ins.size), num_inputs=ins.total
         )
+        self.form = first
         self._packed: PackedWeight | None = None
         self._float8: Float8Weight | None = None
         self._float8_linear: Float8Linear | None = None

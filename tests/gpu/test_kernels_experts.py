@@ -522,18 +522,20 @@ def test_whole_layers_of_gemma_4(
 @needs_hopper
 @pytest.mark.parametrize("num_tokens", [1, 2, 4])
 @pytest.mark.parametrize("half_done", [False, True])
+@pytest.mark.parametrize("form", ["bf16", "fp8", "fp8 rows"])
+@pytest.mark.parametrize("has_gate", [False, True])
 def test_whole_layers_with_an_expert_that_all_tokens_take(
-    device: torch.device, num_tokens: int, half_done: bool
+    device: torch.device, num_tokens: int, half_done: bool, form: str, has_gate: bool
 ) -> None:
     """It is the last of the weights, and the last choice of each token."""
     from minisgl_backend.kernels.cuda.experts import HopperExperts
 
-    (gate_up, plain_up), (down, plain_down) = weights("bf16", device)
+    (gate_up, plain_up), (down, plain_down) = weights(form, device)
     num_chosen_from = NUM_EXPERTS - 1
     rule = RoutingRule(num_experts=num_chosen_from, top_k=TOP_K, normalize=True)
     experts, make, held = ExpertWeights(gate_up, down), HopperExperts(device), (0, num_chosen_from)
     kernels = make.kernels(
-        rule, held, *experts.shapes, kinds=None, gate="silu", wide=False, shared=True
+        rule, held, *experts.shapes, kinds=experts.kinds, gate="silu", wide=False, shared=True
     )
     router = torch.randn(num_chosen_from, HIDDEN_SIZE, device=device).bfloat16() / 16
     gate = torch.randn(HIDDEN_SIZE, device=device).bfloat16() / 16
@@ -545,6 +547,7 @@ def test_whole_layers_with_an_expert_that_all_tokens_take(
         wide = wide * (squares.sum(0) / HIDDEN_SIZE + 1e-6).rsqrt()[:, None]
     chosen_ones = choose(F.linear(wide, router.float()), rule)
     opening = F.linear(wide, gate.float()[None]).sigmoid()
+    opening = opening if has_gate else torch.ones_like(opening)
     last = torch.full((num_tokens, 1), num_chosen_from, device=device)
     all_ones = Choices(
         torch.cat([chosen_ones.ids, last], dim=1), torch.cat([chosen_ones.weights, opening], dim=1)
@@ -557,7 +560,8 @@ def test_whole_layers_with_an_expert_that_all_tokens_take(
             router,
             lambda _: pytest.fail("the kernel computes the logits"),
             experts,
-            shared_gate=gate,
+            with_shared=True,
+            shared_gate=gate if has_gate else None,
             squares=squares,
             eps=1e-6,
             pdl=pdl,
@@ -615,7 +619,7 @@ def test_routing_with_the_routers_gemm(
     rest: dict[str, Any] = {"bias": bias, "expert_factors": factors, "squares": squares}
     rest["eps"] = 1e-6
     for _ in range(2):
-        found = kernel.of_rows(x, weight, shared_gate=gate, **rest).choices
+        found = kernel.of_rows(x, weight, with_shared=has_gate, shared_gate=gate, **rest).choices
         assert torch.equal(found.ids[:, :6].long(), expected.ids)
         assert_close(found.weights[:, :6].contiguous(), expected.weights)
         if has_gate:

@@ -237,8 +237,12 @@ class ExpertsKernels:
         return expert_cut.cut_of(num_pairs, self._num_experts, self._encoding, rounds=self._rounds)
 
     def takes_shared(self, num_tokens: int, router: Tensor) -> bool:
-        """Whether a call may have a ``shared_gate``, if the kernels are made for ``shared``."""
-        is_few = num_tokens <= expert_cut.MOST_ROWS and self._up_for_rows is not None
+        """Whether a call may be ``with_shared``, if the kernels are made for ``shared``."""
+        is_few = (
+            num_tokens <= expert_cut.MOST_ROWS
+            if self._up_for_rows is not None
+            else num_tokens * self._route.top_k <= MOST_CHOICES and self._for_few is not None
+        )
         return is_few and self._route.takes_rows(num_tokens, router, block=0)
 
     def __call__(
@@ -249,6 +253,7 @@ class ExpertsKernels:
         experts: ExpertWeights,
         *,
         routed: Tensor | None = None,
+        with_shared: bool = False,
         shared_gate: Tensor | None = None,
         bias: Tensor | None = None,
         correction: Tensor | None = None,
@@ -265,11 +270,11 @@ class ExpertsKernels:
         norm is complete. ``router`` is the router's weight; ``bias``, float32 [num_experts], is
         added to its logits. ``logits`` computes these, [num_tokens, num_experts], if no kernel here
         does; its argument says whether it adds the bias, which it does only if the norm is
-        complete. ``correction`` and ``expert_factors``: see ``RoutingKernel``. With a
-        ``shared_gate`` [hidden_size] all tokens also take the last expert, with the sigmoid as its
-        weight: it is one more choice.
+        complete. ``correction`` and ``expert_factors``: see ``RoutingKernel``. ``with_shared`` all
+        tokens also take the last expert: it is one more choice. Its weight is 1 or, with a
+        ``shared_gate`` [hidden_size], the sigmoid.
         """
-        assert routed is None or (squares is None and shared_gate is None)
+        assert routed is None or (squares is None and not with_shared)
         num_tokens, top_k = len(x), self._route.top_k
         num_pairs = num_tokens * top_k
         gate_up, down = experts.gate_up, experts.down
@@ -288,18 +293,21 @@ class ExpertsKernels:
             "pdl": pdl,
         }
         for_few = self._for_few if num_pairs <= MOST_CHOICES else None
+        of_all = gate_up.shape[0] - 1 if with_shared else None
         block = 0 if up_for_rows or for_few else expert_cut.MANY.block if for_many else cut.tokens
         if self._route.takes_rows(num_tokens, router, block=block):
             rest["bias"] = bias
             rows = x if routed is None else routed
-            found = self._route.of_rows(rows, router, block=block, shared_gate=shared_gate, **rest)
+            found = self._route.of_rows(
+                rows, router, block=block, with_shared=with_shared, shared_gate=shared_gate, **rest
+            )
         else:
-            assert shared_gate is None
+            assert not with_shared
             rest["bias"] = None if squares is None else bias
             found = self._route(logits(squares is None), block=block, **rest)
         if up_for_rows:
             assert isinstance(gate_up, Tensor) and isinstance(down, Tensor)
-            ids, of_all = found.choices.ids, None if shared_gate is None else len(gate_up) - 1
+            ids = found.choices.ids
             inner = up_for_rows(x, gate_up, ids, factors=found.factors, of_all=of_all, pdl=pdl)
             outer = x.new_empty((ids.numel(), down.shape[1]))
             launch_expert_rows(outer, inner, down, ids.flatten(), early=pdl, pdl=pdl)
@@ -307,8 +315,10 @@ class ExpertsKernels:
             assert isinstance(gate_up, PackedWeight) and isinstance(down, PackedWeight)
             ids, (few_up, few_down) = found.choices.ids, for_few
             of_up, of_down = experts.gate_up_bias, experts.down_bias
-            inner = few_up(x, gate_up, ids, factors=found.factors, bias=of_up, pdl=pdl)
-            outer = few_down(inner, down, ids, bias=of_down, early=pdl, pdl=pdl)
+            inner = few_up(
+                x, gate_up, ids, factors=found.factors, bias=of_up, of_all=of_all, pdl=pdl
+            )
+            outer = few_down(inner, down, ids, bias=of_down, of_all=of_all, early=pdl, pdl=pdl)
         elif for_many:
             aligned = found.alignment
             assert aligned is not None

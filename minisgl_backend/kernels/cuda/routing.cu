@@ -32,7 +32,7 @@ static_assert(!SHARED || (WIDE && BLOCK == 0), "");
 struct Arguments {
     const u16* x;           // [num_tokens, SIZE], for `router`
     const u16* router;      // [EXPERTS, SIZE]
-    const u16* shared_gate; // [SIZE], if SHARED
+    const u16* shared_gate; // [SIZE], if SHARED; without it, the shared expert's weight is 1
     void* logits;           // [num_tokens, LOGITS]; for `router` float32, and EMPTY between launches
     const float* addends;   // [EXPERTS], added to logits once the norm is complete; or null
     const float* bias;      // [EXPERTS], added to scores only to compare them; or null
@@ -194,7 +194,8 @@ __device__ __forceinline__ void choose(const Arguments& args, int token, const L
     }
     if (SHARED && lane == TOP_K) {
         args.ids[token * CHOICES + TOP_K] = args.held;
-        args.weights[token * CHOICES + TOP_K] = 1 / (1 + __expf(-factor * logits.of_shared));
+        const float opening = 1 / (1 + __expf(-factor * logits.of_shared));
+        args.weights[token * CHOICES + TOP_K] = args.shared_gate ? opening : 1;
     }
 }
 
@@ -349,7 +350,8 @@ extern "C" __global__ void __launch_bounds__(ROUTER_THREADS, 1) router(const __g
     }
     const int expert = blockIdx.x * TOKENS + warp;
     const u16* const of_router = args.router + (u64)min(expert, EXPERTS - 1) * SIZE;
-    const uint4* const row = reinterpret_cast<const uint4*>(SHARED && expert == EXPERTS ? args.shared_gate : of_router);
+    const bool is_gate = SHARED && expert == EXPERTS && args.shared_gate;
+    const uint4* const row = reinterpret_cast<const uint4*>(is_gate ? args.shared_gate : of_router);
     const auto load = [&](const uint4* from, int i) {
         return SIZE % 256 == 0 || 32 * i + lane < SIZE / 8 ? from[32 * i + lane] : make_uint4(0, 0, 0, 0);
     };

@@ -171,6 +171,7 @@ class RoutingKernel:
         weight: Tensor,
         *,
         block: int = 0,
+        with_shared: bool = False,
         shared_gate: Tensor | None = None,
         bias: Tensor | None = None,
         correction: Tensor | None = None,
@@ -179,22 +180,21 @@ class RoutingKernel:
         eps: float = 0.0,
         pdl: bool = False,
     ) -> Routed:
-        """The same for the logits x W^T, which are not rounded. With a ``shared_gate``
-        [hidden_size], the last expert of the weights is one more choice of each token, with weight
-        sigmoid(x . shared_gate)."""
+        """The same for the logits x W^T, which are not rounded. ``with_shared``, the last expert of
+        the weights is one more choice of each token. Its weight is 1 or, with a ``shared_gate``
+        [hidden_size], sigmoid(x . shared_gate)."""
         assert x.is_contiguous() and weight.is_contiguous()
-        assert shared_gate is None or shared_gate.is_contiguous()
-        all_take = shared_gate is not None
-        num_choices = self.top_k + all_take
+        assert shared_gate is None or (with_shared and shared_gate.is_contiguous())
+        num_choices = self.top_k + with_shared
         rest = bias, correction, expert_factors, squares, eps
         arguments, routed = self._arguments(
             len(x), self._logits, block, *rest, num_choices=num_choices
         )
         arguments.x, arguments.router = address(x), address(weight)
         arguments.shared_gate = address(shared_gate)
-        num_logits = self._rule.num_experts + all_take
+        num_logits = self._rule.num_experts + with_shared
         grid = -(-num_logits // MOST_TOKENS) + 1, 1, 1
-        self._routers[block, all_take].launch(grid, 32 * MOST_TOKENS, arguments, pdl=pdl)
+        self._routers[block, with_shared].launch(grid, 32 * MOST_TOKENS, arguments, pdl=pdl)
         return routed
 
     def _arguments(

@@ -50,6 +50,7 @@ from minisgl_backend.kernels.sampling_table import ONCE
 from minisgl_backend.kernels.small_batch import small_batch_linear
 from minisgl_backend.layers import quantized_matrix
 from minisgl_backend.layers.experts import ExpertsMLP
+from minisgl_backend.layers.norm import Normed
 from minisgl_backend.models import kernel_choice
 from minisgl_backend.models.adapter_files import open_adapter
 from minisgl_backend.models.adapter_slots import AdapterSlots
@@ -569,10 +570,11 @@ def test_recurrent_layers_on_tensor_cores(
 
 class TwinExperts:
     """Stands in for ``HopperExperts``: makes twins of its kernels. ``calls`` has the number of
-    tokens of each call."""
+    tokens of each call, and ``with_shared`` those of calls with the shared expert."""
 
     def __init__(self) -> None:
         self.calls: list[int] = []
+        self.with_shared: list[int] = []
 
     def kernels(
         self,
@@ -598,12 +600,14 @@ class TwinExperts:
             correction: Tensor | None,
             expert_factors: Tensor | None,
             pdl: bool,
+            with_shared: bool = False,
             shared_gate: Tensor | None = None,
             squares: Tensor | None = None,
             eps: float = 0.0,
         ) -> tuple[Tensor, Choices]:
             self.calls.append(len(x))
-            assert shared or shared_gate is None
+            assert shared or not with_shared
+            assert with_shared or shared_gate is None
             assert routed is None or torch.equal(F.linear(routed, router), logits(False))
             assert experts.shapes == shapes and experts.kinds == kinds and not pdl
             assert experts.gate == gate
@@ -615,9 +619,12 @@ class TwinExperts:
             chosen = choose(scores, rule, correction, expert_factors)
             is_here = (chosen.ids >= begin) & (chosen.ids < end)
             ids, weights = torch.where(is_here, chosen.ids - begin, -1), chosen.weights
-            if shared_gate is not None:
+            if with_shared:
+                self.with_shared.append(len(x))
                 ids = torch.cat([ids, torch.full((len(x), 1), end - begin)], dim=1)
-                opening = (scale * x @ shared_gate[:, None]).sigmoid()
+                opening = torch.ones(len(x), 1)
+                if shared_gate is not None:
+                    opening = (scale * x @ shared_gate[:, None]).sigmoid()
                 weights = torch.cat([weights, opening], dim=1)
             outputs = [
                 fused_experts_reference(
@@ -734,6 +741,54 @@ def test_experts_beside_a_block_behind_kernels(
 
     on_ranks(size, check)
     assert made.calls == [len(rows)] * spec.num_layers * size
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("case", ["glm4-moe", "qwen3.5-experts"])
+@pytest.mark.parametrize(
+    "form", [None, CONVERTED_FP8, replace(CONVERTED_FP8, block=(1, None))], ids=str
+)
+def test_a_shared_expert_is_one_more_choice_of_few_tokens(
+    form: WeightFormat | None, case: str, size: int, tmp_path: Path
+) -> None:
+    """With a gate or without one, plain or in codes, if it is like the others."""
+    write_checkpoint(case, tmp_path)
+    spec = load_spec(tmp_path)
+    assert spec.moe is not None and spec.moe.experts.shared is not None
+    shared = replace(spec.moe.experts.shared, intermediate_size=128)
+    experts = replace(spec.moe.experts, intermediate_size=128, shared=shared)
+    spec = replace(spec, hidden_size=128, moe=replace(spec.moe, experts=experts))
+    if form is not None:
+        rules = (Rule(re.compile(r".*experts?\..*_proj"), form),)
+        spec = replace(spec, weights=WeightFormats("test", rules))
+    rows = torch.randn(9, 128, generator=torch.Generator().manual_seed(5))
+
+    def check(group: Group) -> None:
+        model = build_model(
+            spec,
+            tmp_path,
+            dtype=torch.float32,
+            device=CPU,
+            group=group,
+            load_format="dummy",
+            max_sequence_length=CONTEXT,
+            keep_quantized=True,
+            fused_experts=True,
+            keeps_experts=lambda form: has_expert_kernels(form, spec, size),
+        )
+        modules = [layer.mlp for layer in model.layers if isinstance(layer.mlp, ExpertsMLP)]
+        made: Any = TwinExperts()
+        for module in modules:
+            assert module.memory.has_shared and (module.shared_gate is not None) == shared.gated
+            expected = [module.part(Normed(of), pdl=False) for of in (rows, rows[:2])]
+            module.use_kernels(made)
+            assert (module.weights.kinds is None) == (form is None)
+            found = [module.part(Normed(of), pdl=False) for of in (rows, rows[:2])]
+            for one, other in zip(found, expected, strict=True):
+                torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-4)
+        assert made.calls == [9, 2] * len(modules) and made.with_shared == [2] * len(modules)
+
+    on_ranks(size, check)
 
 
 @pytest.mark.parametrize("size", [1, 2])

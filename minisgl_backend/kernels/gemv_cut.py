@@ -45,10 +45,15 @@ the 32 experts of gpt-oss-20b."""
 _COLUMNS_OF_EXPERTS: Final = 4
 _COLUMNS_OF_PLAIN_EXPERTS: Final = 2
 _MOST_WARPS_OF_EXPERTS: Final = 16
-_EXPERT_WARPS_OF_PROCESSOR: Final = {Encoding.E2M1: 36, Encoding.E4M3: 24, None: 24}
-"""Warps per multiprocessor, with 56, 80 and 80 registers per thread; a warp has up to 4, 8 and 8
-KiB of the weight under way. With 48 warps and 40 registers, some registers are spilled, which is
-slower."""
+_EXPERT_WARPS_OF_PROCESSOR: Final = {
+    Encoding.E2M1: 36,
+    Encoding.INT4: 36,
+    Encoding.E4M3: 24,
+    None: 24,
+}
+"""Warps per multiprocessor: with 4 bits 56 registers per thread, and up to 4 KiB of the weight
+under way per warp; otherwise 80 registers, and up to 8 KiB. With 48 warps and 40 registers, some
+registers are spilled, which is slower."""
 _MOST_BLOCKS_OF_PROCESSOR: Final = 32
 
 
@@ -114,7 +119,8 @@ def expert_gemv_cut(in_features: int, codes: CodesKind | None) -> GemvCut | None
     if codes is None:
         columns, fits = _COLUMNS_OF_PLAIN_EXPERTS, in_features % _GROUP == 0
     else:
-        columns, fits = _COLUMNS_OF_EXPERTS, codes.group in (0, _GROUP)
+        whole_rows = codes.group == 0 and codes.encoding is Encoding.E4M3
+        columns, fits = _COLUMNS_OF_EXPERTS, whole_rows or codes.group == _GROUP
     warps_at_once = _EXPERT_WARPS_OF_PROCESSOR.get(None if codes is None else codes.encoding)
     if warps_at_once is None or not fits:
         return None

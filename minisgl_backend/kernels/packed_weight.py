@@ -98,8 +98,8 @@ class CodesKind:
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedWeight:
     """A weight [out_features, in_features] for the GEMMs of ``cuda/linear.cu``. With one more
-    leading dimension everywhere, the weights of all experts for ``cuda/experts.cu``, in e2m1 and
-    float8 also for ``cuda/expert_gemv.cu``, and in float8 also for ``cuda/experts_many.cu``.
+    leading dimension everywhere, the weights of all experts for ``cuda/experts.cu``, except in int8
+    also for ``cuda/expert_gemv.cu``, and in float8 also for ``cuda/experts_many.cu``.
 
     weight   its codes are permuted; it has no groups
     scales   kind.group > 0: 4 bytes each, [out_features / 64, in_features / 128, 128 / group,

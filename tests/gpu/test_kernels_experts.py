@@ -77,7 +77,7 @@ Made = tuple[Tensor | PackedWeight, Tensor]
 def weights(
     form: str, device: torch.device, sizes: tuple[int, int] = (HIDDEN_SIZE, INNER_SIZE)
 ) -> tuple[Made, Made]:
-    """Gate and up, then down, in one of ``FORMS``."""
+    """Gate and up, then down, in one of ``FORMS`` or ``MORE_FORMS``."""
     hidden_size, inner_size = sizes
     found: list[Made] = []
     for shape in ((2 * inner_size, hidden_size), (hidden_size, inner_size)):
@@ -85,7 +85,7 @@ def weights(
         if form == "bf16":
             found.append((plain.bfloat16(), plain.bfloat16()))
             continue
-        encoding, block, symmetric = FORMS[form]
+        encoding, block, symmetric = (FORMS | MORE_FORMS)[form]
         size = min(block[0], shape[0]), min(block[1], shape[1])
         parts = [quantize(one, encoding, size, symmetric=symmetric) for one in plain]
         codes, scales = (
@@ -115,6 +115,7 @@ FORMS: dict[str, tuple[Encoding, tuple[int, int], bool]] = {
     "int4 in 32": (Encoding.INT4, (1, 32), True),
     "mxfp4": (Encoding.E2M1, (1, 32), True),
 }
+MORE_FORMS = {"int4 without zeros": (Encoding.INT4, (1, 128), True)}
 
 
 @needs_hopper
@@ -273,7 +274,9 @@ def test_grouped_gemms_of_rows_whose_norm_is_half_done(device: torch.device) -> 
     [
         *(("mxfp4", sizes) for sizes in ((512, 384), (288, 288), (64, 32), (2880, 1440))),
         *(("fp8", sizes) for sizes in ((512, 384), (320, 288), (2048, 768), (4096, 192))),
-        *((form, GEMMA_4) for form in ("mxfp4", "fp8", "fp8 rows")),
+        *(("int4", sizes) for sizes in ((512, 384), (320, 288), (2048, 768), (4096, 192))),
+        ("int4 without zeros", (512, 384)),
+        *((form, GEMMA_4) for form in ("mxfp4", "int4", "fp8", "fp8 rows")),
         *(("fp8 rows", sizes) for sizes in ((512, 384), (176, 80))),
         *(("bf16", sizes) for sizes in ((512, 384), (2048, 640))),
     ],
@@ -522,7 +525,7 @@ def test_whole_layers_of_gemma_4(
 @needs_hopper
 @pytest.mark.parametrize("num_tokens", [1, 2, 4])
 @pytest.mark.parametrize("half_done", [False, True])
-@pytest.mark.parametrize("form", ["bf16", "fp8", "fp8 rows"])
+@pytest.mark.parametrize("form", ["bf16", "int4", "fp8", "fp8 rows"])
 @pytest.mark.parametrize("has_gate", [False, True])
 def test_whole_layers_with_an_expert_that_all_tokens_take(
     device: torch.device, num_tokens: int, half_done: bool, form: str, has_gate: bool

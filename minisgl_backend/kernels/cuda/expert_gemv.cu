@@ -1,5 +1,5 @@
-// A few tokens times the weights of the experts that each has chosen, in bfloat16, MXFP4 or float8, for Hopper
-// (sm_90a).
+// A few tokens times the weights of the experts that each has chosen, in bfloat16, float8, 4-bit integers or MXFP4, for
+// Hopper (sm_90a).
 //
 // The choice of experts is known late, and a product is short. What counts is how soon memory is busy, and how soon its
 // last bytes are multiplied. A thread block has 16 rows of a choice's weight. Its warps share the in_features so finely
@@ -10,7 +10,7 @@
 // If there is an expert that all tokens take, it is each token's last choice. Its thread blocks come first, and read
 // its weight while the other experts are being chosen.
 //
-// Compiled with the macros of `gemv.cuh`, for a plain, e2m1 or e4m3 weight, and: HEIGHT (rows of an expert's weight),
+// Compiled with the macros of `gemv.cuh`, for any CODE but 2, and: HEIGHT (rows of an expert's weight),
 // GATED (the weight holds the gate's rows, then as many rows of the values), GATE (see `gates.cuh`), WARPS, and
 // PER_PROCESSOR (thread blocks that a multiprocessor has registers for).
 
@@ -28,7 +28,7 @@ constexpr int OUT_FEATURES = GATED ? HEIGHT / 2 : HEIGHT;
 constexpr int OUT_ROWS = GATED ? ROWS / 2 : ROWS;           // that a thread block writes
 constexpr int TO_ROW_8 = GATED ? OUT_FEATURES : 8;          // from the first 8 rows of a thread block to the others
 
-static_assert((CODE <= 1 || CODE == 4) && !ZEROS && HEIGHT % ROWS == 0 && WARPS == BATCHES, "");
+static_assert(CODE != 2 && HEIGHT % ROWS == 0 && WARPS == BATCHES, "");
 static_assert((GROUP == 0 && CODE <= 1) || GROUP == 128, "");
 static_assert(CODE || SIZE % SUM == 0, "");   // memory beyond the row might be no finite number
 
@@ -59,17 +59,20 @@ __device__ __forceinline__ void multiply_columns(
     float (&sums)[2], const uint4* codes, const u32* scales, const Column& x, int warp) {
     const int lane = threadIdx.x % 32, quarter = lane % 4;
     sums[0] = sums[1] = 0;
+    float of_x[2] = {};
+    if (SUBTRACTS) x.add_up(of_x);
 #pragma unroll
     for (int i = 0; i < COLUMNS; ++i) {
         if (!WHOLE && warp * COLUMNS + i >= COLUMNS_OF_ROW) break;
         u32 by[2] = {};
-        float scale[2] = {1, 1};
+        float scale[2] = {1, 1}, zero[2] = {};
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
             const u32* const word = scales + i * LINES + (lane / 4 + 8 * j) / SHARED_BY;
             // bfloat16 with the exponent of this lane's 32 in_features, twice
             if (CODE == 4) by[j] = ((const u8*)word)[quarter] * 0x800080;
             else if (GROUP) scale[j] = scale_of(*word);
+            if (SUBTRACTS) zero[j] = zero_point(*word);
         }
         float c[4] = {};
 #pragma unroll
@@ -79,7 +82,8 @@ __device__ __forceinline__ void multiply_columns(
             multiply_unit(c, both, x.words[unit], by);
         }
         if (quarter == i / 2)   // this column's own result
-            sums[0] += scale[0] * c[i % 2], sums[1] += scale[1] * c[2 + i % 2];
+#pragma unroll
+            for (int j = 0; j < 2; ++j) sums[j] += scale[j] * (c[2 * j + i % 2] - zero[j] * of_x[i % 2]);
     }
     add_lanes(sums);
 }

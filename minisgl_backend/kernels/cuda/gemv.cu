@@ -24,7 +24,6 @@ constexpr int THREADS = 32 * WARPS;
 constexpr int CLUSTER = HEADS ? HEADS / ROWS : 1;   // thread blocks
 constexpr bool SCALED = GROUP && CODE != 4;         // the sums of columns are scaled
 constexpr bool OF_ROWS = CODE && GROUP == 0;                // the sums of rows are scaled
-constexpr bool SUBTRACTS = CODE == 3 || (CODE == 2 && ZEROS);   // zero points times sums of x are subtracted
 constexpr bool AT_ONCE = GATED || RESIDUAL;         // when the next kernel may start: see `linear.cu`
 constexpr int MOST_SQUARES = 1024;
 constexpr int RANK_STEP = 16;
@@ -89,12 +88,6 @@ __device__ __forceinline__ uint4 load_codes(const u8* from, u64 policy) {
     asm volatile("ld.global.L1::no_allocate.L2::cache_hint.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
                  : "=r"(out.x), "=r"(out.y), "=r"(out.z), "=r"(out.w) : "l"(from), "l"(policy));
     return out;
-}
-
-// what is subtracted for each number of x, taken from the word of a scale
-__device__ __forceinline__ float zero_point(u32 word) {
-    if (CODE == 2) return (float)(int)(word & 0xff) - 128;
-    return __int_as_float(0x43000000 | (ZEROS ? word & 0x7f : 8) << 16);   // 128 + the zero point
 }
 
 // the scales of a batch, as words: [COLUMNS, LINES] for the rows of a warp

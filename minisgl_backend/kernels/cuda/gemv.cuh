@@ -23,6 +23,7 @@ constexpr int OF_COLUMN = SUM < UNIT ? 1 : SUM / UNIT;      // units that a colu
 constexpr int OF_UNIT = SUM < UNIT ? UNIT / SUM : 1;        // columns that a unit's in_features span
 constexpr int PAIRS = 16 / BITS;                    // pairs of numbers in a word of codes
 constexpr u64 ROW_BYTES = (u64)SIZE * BITS / 8;
+constexpr bool SUBTRACTS = CODE == 3 || (CODE == 2 && ZEROS);   // zero points times sums of x are subtracted
 constexpr float OF_SUMS = CODE == 4 ? 0x1p64f : 1;  // the factor by which sums are too small, as in `tile_gemm.cuh`
 
 static_assert(ROW_BYTES % 16 == 0 && COLUMNS <= 8 && UNITS % OF_COLUMN == 0, "");
@@ -112,6 +113,12 @@ __device__ __forceinline__ void multiply_unit(
         for (int i = 0; i < 4; i += 2)   // x of neighbouring words is in neighbouring registers
             multiply(c, number(0, i, pair), number(1, i, pair), number(0, i + 1, pair), number(1, i + 1, pair),
                      x[4 * pair + i], x[4 * pair + i + 1]);
+}
+
+// what is subtracted for each number of x, taken from the word of a scale
+__device__ __forceinline__ float zero_point(u32 word) {
+    if (CODE == 2) return (float)(int)(word & 0xff) - 128;
+    return __int_as_float(0x43000000 | (ZEROS ? word & 0x7f : 8) << 16);   // 128 + the zero point
 }
 
 // over the lanes that have the same rows

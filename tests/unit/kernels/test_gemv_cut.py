@@ -74,6 +74,7 @@ def test_plain_weights(height: int, in_features: int) -> None:
 
 MXFP4 = CodesKind(Encoding.E2M1, group=128, shared_by=1, zeros=False)
 FP8 = CodesKind(Encoding.E4M3, group=128, shared_by=8, zeros=False)
+OF_4_BITS = MXFP4, INT4
 
 
 def shared_bytes(cut: GemvCut, codes: CodesKind | None) -> int:
@@ -84,7 +85,7 @@ def shared_bytes(cut: GemvCut, codes: CodesKind | None) -> int:
 
 @given(
     in_features=st.integers(1, 256).map(lambda chunks: 32 * chunks),
-    codes=st.sampled_from([MXFP4, FP8, replace(FP8, group=0), None]),
+    codes=st.sampled_from([MXFP4, INT4, FP8, replace(FP8, group=0), None]),
 )
 def test_experts(in_features: int, codes: CodesKind | None) -> None:
     """Each warp has one batch. As many thread blocks as there are registers for fit into shared
@@ -98,7 +99,7 @@ def test_experts(in_features: int, codes: CodesKind | None) -> None:
     assert cut.warps == -(-in_features // (128 * cut.columns))
     assert 1 <= cut.per_processor <= 32
     # a batch keeps 56 or 80 registers of a thread, in units of 8
-    assert cut.warps * cut.per_processor * (56 if codes == MXFP4 else 80) <= 2048
+    assert cut.warps * cut.per_processor * (56 if codes in OF_4_BITS else 80) <= 2048
     assert cut.per_processor * (shared_bytes(cut, codes) + 1024) <= 228 * 1024
 
 
@@ -113,5 +114,7 @@ def test_measured_experts() -> None:
 def test_which_experts() -> None:
     assert expert_gemv_cut(8192, MXFP4) is not None
     assert expert_gemv_cut(8224, MXFP4) is None
-    assert expert_gemv_cut(2880, replace(MXFP4, encoding=Encoding.INT4)) is None
+    assert expert_gemv_cut(2880, INT4) == expert_gemv_cut(2880, MXFP4)
+    assert expert_gemv_cut(2880, replace(INT4, group=0)) is None
+    assert expert_gemv_cut(2880, replace(MXFP4, encoding=Encoding.INT8)) is None
     assert expert_gemv_cut(2048, replace(FP8, group=64)) is None

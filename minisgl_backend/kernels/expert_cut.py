@@ -25,6 +25,10 @@ _MAX_CHOICES: Final = 32
 MOST_ROWS: Final = 4
 """Up to this many tokens, each row of x is multiplied separately by plain weights."""
 
+MOST_READ_AGAIN: Final = 40 * 2**20
+"""Bytes of a shared expert that each row reads separately, after the first: with more, kernels of
+its own are faster. Measured with GLM-4.5-Air in bfloat16 and FP8."""
+
 _PLAIN_FEATURES: Final = 128
 """Features per tile of plain weights, whose matrices have a multiple of them."""
 

@@ -2,8 +2,8 @@
 
 Knows the experts' weights, and how a token's experts, its shared MLP and the residual are added up.
 The first two are grouped GEMMs over the blocks of ``kernels.routing``, with the gate applied at the
-end of the first. Must not know how experts are chosen. On Hopper ``cuda.experts`` has kernels for
-everything but the sum.
+end of the first. Must not know how experts are chosen. On Hopper ``cuda.expert_layers`` has kernels
+for everything but the sum.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class ExpertWeights:
 
     ``gate_up`` [num_experts, 2 * intermediate_size, hidden_size], gates first; ``down``
     [num_experts, hidden_size, intermediate_size]; biases of the same shapes without the last
-    dimension. Only the kernels of ``cuda.experts`` take packed weights.
+    dimension. Only the kernels of ``cuda.expert_layers`` take packed weights.
     """
 
     gate_up: Tensor | QuantizedWeight | PackedWeight
@@ -70,8 +70,8 @@ class ExpertWeights:
         return None
 
     def packed(self) -> ExpertWeights:
-        """The same for ``cuda.experts``: quantized weights are packed, their codes permuted in
-        place (``packed_weight.pack_experts``)."""
+        """The same for ``cuda.expert_layers``: quantized weights are packed, their codes permuted
+        in place (``packed_weight.pack_experts``)."""
         assert isinstance(self.gate_up, QuantizedWeight) and isinstance(self.down, QuantizedWeight)
         return replace(
             self,

@@ -42,7 +42,7 @@ from minisgl_backend.layers.weight_place import (
 from minisgl_backend.parallel.group import Group
 
 if TYPE_CHECKING:  # needs the CUDA driver's bindings, which only installations for GPUs have
-    from minisgl_backend.kernels.cuda.experts import ExpertsKernels, HopperExperts
+    from minisgl_backend.kernels.cuda.expert_layers import ExpertsKernels, HopperExperts
     from minisgl_backend.kernels.cuda.invariant_linear import InvariantKernels
     from minisgl_backend.kernels.cuda.linear import TensorCores
 

@@ -48,14 +48,15 @@ def use_tensor_cores(model: Decoder, device: torch.device) -> None:
     norms that follow them. Pages must be bound. If some layers do not fit, quantized weights and
     plain ones that are not small still take the kernels, each separately.
 
-    Experts have their own kernels (``kernels.cuda.experts``), for any number of tokens, and layers
-    with recurrent states one for decode steps (``kernels.cuda.delta_step``). They are used if they
-    fit, whatever the rest of a layer takes. States must be bound, too.
+    Experts have their own kernels (``kernels.cuda.expert_layers``), for any number of tokens, and
+    layers with recurrent states one for decode steps (``kernels.cuda.delta_step``). They are used
+    if they fit, whatever the rest of a layer takes. States must be bound, too.
     """
     if not has_hopper_kernels(device, model.dtype):
         return
     # these modules import the CUDA driver's bindings, which only installations for GPUs have
-    experts = importlib.import_module("minisgl_backend.kernels.cuda.experts").HopperExperts(device)
+    expert_layers = importlib.import_module("minisgl_backend.kernels.cuda.expert_layers")
+    experts = expert_layers.HopperExperts(device)
     for module in model.modules():
         if isinstance(module, ExpertsMLP) and module.fused:
             module.use_kernels(experts)

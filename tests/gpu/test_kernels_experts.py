@@ -419,7 +419,7 @@ def test_whole_layers(
     device: torch.device, num_tokens: int, form: str, held: tuple[int, int]
 ) -> None:
     """With the cut for every number of tokens, also on one rank of several."""
-    from minisgl_backend.kernels.cuda.experts import HopperExperts
+    from minisgl_backend.kernels.cuda.expert_layers import HopperExperts
 
     begin, end = held
     (gate_up, plain_up), (down, plain_down) = (
@@ -475,7 +475,7 @@ def test_whole_layers_of_gemma_4(
 ) -> None:
     """GELU; the router reads other rows, and its weights are multiplied by factors of experts. The
     smaller sizes also have a kernel for many rows."""
-    from minisgl_backend.kernels.cuda.experts import HopperExperts
+    from minisgl_backend.kernels.cuda.expert_layers import HopperExperts
 
     (begin, end), (hidden_size, inner_size) = held, sizes
     (gate_up, plain_up), (down, plain_down) = (
@@ -531,7 +531,7 @@ def test_whole_layers_with_an_expert_that_all_tokens_take(
     device: torch.device, num_tokens: int, half_done: bool, form: str, has_gate: bool
 ) -> None:
     """It is the last of the weights, and the last choice of each token."""
-    from minisgl_backend.kernels.cuda.experts import HopperExperts
+    from minisgl_backend.kernels.cuda.expert_layers import HopperExperts
 
     (gate_up, plain_up), (down, plain_down) = weights(form, device)
     num_chosen_from = NUM_EXPERTS - 1

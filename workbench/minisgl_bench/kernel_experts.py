@@ -27,7 +27,7 @@ from minisgl_backend.weight_format import Encoding
 from minisgl_bench.kernel_cases import Case, copies, each
 
 if TYPE_CHECKING:
-    from minisgl_backend.kernels.cuda.experts import HopperExperts
+    from minisgl_backend.kernels.cuda.expert_layers import HopperExperts
 
 
 @dataclass(frozen=True)
@@ -176,6 +176,6 @@ def _routed(x: Tensor, router: Tensor, experts: ExpertWeights, rule: RoutingRule
 def _hopper_experts() -> HopperExperts:
     """The same object for all numbers of rows, so that each kernel is compiled once."""
     # needs the CUDA driver's bindings, which only installations for GPUs have
-    from minisgl_backend.kernels.cuda.experts import HopperExperts
+    from minisgl_backend.kernels.cuda.expert_layers import HopperExperts
 
     return HopperExperts(torch.device("cuda"))

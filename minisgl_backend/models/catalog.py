@@ -17,7 +17,11 @@ from typing import Any, Final
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.models.checkpoint import has_own_head, is_headless
 from minisgl_backend.models.config_json import ConfigReader, read_json
-from minisgl_backend.models.families.deepseek_experts import read_dots1, read_glm4_moe
+from minisgl_backend.models.families.deepseek_experts import (
+    read_dots1,
+    read_glm4_moe,
+    read_minimax_m2,
+)
 from minisgl_backend.models.families.gemma import (
     read_gemma3,
     read_gemma3_text,
@@ -27,7 +31,12 @@ from minisgl_backend.models.families.gemma import (
     read_gemma4_unified_text,
 )
 from minisgl_backend.models.families.gpt_oss import read_gpt_oss
-from minisgl_backend.models.families.llama import read_granite, read_llama, read_smollm3
+from minisgl_backend.models.families.llama import (
+    read_granite,
+    read_llama,
+    read_seed_oss,
+    read_smollm3,
+)
 from minisgl_backend.models.families.llama4 import read_llama4, read_llama4_text
 from minisgl_backend.models.families.mistral import (
     read_ministral,
@@ -40,9 +49,13 @@ from minisgl_backend.models.families.olmo import read_olmo2, read_olmo3
 from minisgl_backend.models.families.phi import read_phi3
 from minisgl_backend.models.families.qwen import (
     read_qwen2,
+    read_qwen2_5_vl,
     read_qwen2_moe,
+    read_qwen2_vl,
     read_qwen3,
     read_qwen3_moe,
+    read_qwen3_vl,
+    read_qwen3_vl_moe,
 )
 from minisgl_backend.models.families.qwen_hybrid import (
     read_qwen3_5,
@@ -124,8 +137,13 @@ ARCHITECTURES: Final[Mapping[str, Callable[[ConfigReader], ModelSpec]]] = Mappin
         "Qwen3ForCausalLM": read_qwen3,
         "Qwen2MoeForCausalLM": read_qwen2_moe,
         "Qwen3MoeForCausalLM": read_qwen3_moe,
+        "Qwen2VLForConditionalGeneration": read_qwen2_vl,
+        "Qwen2_5_VLForConditionalGeneration": read_qwen2_5_vl,
+        "Qwen3VLForConditionalGeneration": read_qwen3_vl,
+        "Qwen3VLMoeForConditionalGeneration": read_qwen3_vl_moe,
         "Glm4MoeForCausalLM": read_glm4_moe,
         "Dots1ForCausalLM": read_dots1,
+        "MiniMaxM2ForCausalLM": read_minimax_m2,
         "Qwen3NextForCausalLM": read_qwen3_next,
         "Qwen3_5ForCausalLM": read_qwen3_5,
         "Qwen3_5ForConditionalGeneration": read_qwen3_5_multimodal,
@@ -145,6 +163,7 @@ ARCHITECTURES: Final[Mapping[str, Callable[[ConfigReader], ModelSpec]]] = Mappin
         "Gemma4UnifiedForCausalLM": read_gemma4_unified_text,
         "Gemma4UnifiedForConditionalGeneration": read_gemma4_unified,
         "GraniteForCausalLM": read_granite,
+        "SeedOssForCausalLM": read_seed_oss,
         "SmolLM3ForCausalLM": read_smollm3,
         "GptOssForCausalLM": read_gpt_oss,
     }
@@ -152,5 +171,5 @@ ARCHITECTURES: Final[Mapping[str, Callable[[ConfigReader], ModelSpec]]] = Mappin
 """Keyed by the names in config.json."""
 
 _POOLING: Final = "pooling_mode_"
-_WITH_NEEDLESS_CODE: Final = frozenset({"Phi3ForCausalLM"})
+_WITH_NEEDLESS_CODE: Final = frozenset({"Phi3ForCausalLM", "MiniMaxM2ForCausalLM"})
 """Architectures whose checkpoints come with code that transformers has included since."""

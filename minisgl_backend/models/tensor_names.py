@@ -112,7 +112,8 @@ class TensorNames:
     for images and audio are left out. Tensors whose names begin with one of ``left_out`` are always
     left out.
     With ``keeps_stacks`` a tensor of all experts is one weight, not several of one expert each.
-    With ``transposed_stacks`` inputs come before outputs in such tensors, which are plain.
+    With ``transposed_stacks`` inputs come before outputs in such tensors, which are plain; with
+    ``hidden_size`` they do unless the tensor has this size where it must in the usual order.
     """
 
     renamed: tuple[tuple[str, str], ...] = ()
@@ -122,6 +123,7 @@ class TensorNames:
     left_out: tuple[str, ...] = ()
     keeps_stacks: bool = False
     transposed_stacks: bool = False
+    hidden_size: int | None = None
 
     def weights(self, name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, StoredAs]]:
         """The decoder's weights that the tensor ``name`` in a file holds; none if it is left out.
@@ -138,7 +140,10 @@ class TensorNames:
             own = f"model.{own}"
         stacked = None if self.keeps_stacks else _STACKED.fullmatch(own)
         if stacked is not None and len(shape) == (1 if stacked["scale"] == _OF_INPUTS else 3):
-            if not self.transposed_stacks:
+            is_usual = not self.transposed_stacks
+            if self.hidden_size is not None and stacked["scale"] is None:
+                is_usual = shape[1 if stacked["part"] == "down_proj" else 2] == self.hidden_size
+            if is_usual:
                 yield from _of_experts(stacked, name, shape)
                 return
             if stacked["scale"] is None:

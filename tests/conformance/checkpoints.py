@@ -39,6 +39,8 @@ from transformers import (
     Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    MiniMaxM2Config,
+    MiniMaxM2ForCausalLM,
     Ministral3Config,
     Ministral3ForCausalLM,
     MinistralConfig,
@@ -56,10 +58,14 @@ from transformers import (
     Phi3Config,
     Phi3ForCausalLM,
     PreTrainedModel,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
     Qwen3_5Config,
     Qwen3_5ForCausalLM,
     Qwen3_5ForConditionalGeneration,
@@ -74,6 +80,12 @@ from transformers import (
     Qwen3MoeForCausalLM,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
+    SeedOssConfig,
+    SeedOssForCausalLM,
     SmolLM3Config,
     SmolLM3ForCausalLM,
 )
@@ -461,6 +473,50 @@ def _qwen3_next(**changes: Any) -> PreTrainedModel:
     return Qwen3NextForCausalLM(Qwen3NextConfig(**values))
 
 
+def _seed_oss(**changes: Any) -> PreTrainedModel:
+    return SeedOssForCausalLM(SeedOssConfig(**{**_SHAPE, "head_dim": 32, **changes}))
+
+
+def _minimax_m2(**changes: Any) -> PreTrainedModel:
+    experts = {"num_local_experts": 8, "num_experts_per_tok": 3, "head_dim": 32, "rotary_dim": 16}
+    return _corrected(MiniMaxM2ForCausalLM(MiniMaxM2Config(**{**_SHAPE, **experts, **changes})))
+
+
+def _qwen2_vl() -> PreTrainedModel:
+    vision = {"depth": 1, "embed_dim": 32, "hidden_size": _SHAPE["hidden_size"], "num_heads": 2}
+    config = Qwen2VLConfig(text_config=_text_of_vl(), vision_config=vision)
+    return Qwen2VLForConditionalGeneration(config)
+
+
+def _qwen2_5_vl() -> PreTrainedModel:
+    text = {**_text_of_vl(), "use_sliding_window": True, "sliding_window": 24}
+    text["max_window_layers"] = 1
+    config = Qwen2_5_VLConfig(
+        text_config=text, vision_config=dict(_SIGHT), tie_word_embeddings=True
+    )
+    return Qwen2_5_VLForConditionalGeneration(config)
+
+
+def _qwen3_vl() -> PreTrainedModel:
+    text = {**_text_of_vl(mrope_interleaved=True), "attention_bias": True, "head_dim": 16}
+    vision = _SIGHT | {"deepstack_visual_indexes": [0]}
+    return Qwen3VLForConditionalGeneration(Qwen3VLConfig(text_config=text, vision_config=vision))
+
+
+def _qwen3_vl_moe() -> PreTrainedModel:
+    experts = {"moe_intermediate_size": 48, "num_experts": 8, "num_experts_per_tok": 3}
+    text = {**_text_of_vl(mrope_interleaved=True), **experts, "mlp_only_layers": [1]}
+    vision = _SIGHT | {"deepstack_visual_indexes": [0]}
+    config = Qwen3VLMoeConfig(text_config=text, vision_config=vision)
+    return Qwen3VLMoeForConditionalGeneration(config)
+
+
+def _text_of_vl(**rope: Any) -> dict[str, Any]:
+    """A text part whose heads of 16 elements rotate by time, row and column."""
+    usual = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [4, 2, 2]}
+    return {**_SHAPE, "rope_parameters": usual | rope}
+
+
 CASES: Final[Mapping[str, Callable[[], PreTrainedModel]]] = MappingProxyType(
     {
         "llama": _llama,
@@ -612,11 +668,22 @@ CASES: Final[Mapping[str, Callable[[], PreTrainedModel]]] = MappingProxyType(
         "smollm3-window": lambda: _smollm3(
             sliding_window=20, layer_types=["sliding_attention", *["full_attention"] * 3]
         ),
+        "seed-oss": _seed_oss,
+        "seed-oss-biases": lambda: _seed_oss(
+            attention_bias=False, attention_out_bias=True, mlp_bias=True, tie_word_embeddings=True
+        ),
+        "minimax-m2": _minimax_m2,
+        "qwen2-vl": _qwen2_vl,
+        "qwen2.5-vl": _qwen2_5_vl,
+        "qwen3-vl": _qwen3_vl,
+        "qwen3-vl-experts": _qwen3_vl_moe,
     }
 )
 
 
-_SEEDS: Final = MappingProxyType({"dots1": 1001, "glm4-moe-groups": 1002, "gpt-oss": 1004})
+_SEEDS: Final = MappingProxyType(
+    {"dots1": 1001, "glm4-moe-groups": 1002, "gpt-oss": 1004, "minimax-m2": 1001}
+)
 """Seeds of checkpoints that nearly tie with the seed that their place in ``CASES`` gives."""
 
 

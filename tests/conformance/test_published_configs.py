@@ -54,6 +54,10 @@ _VISION: Final = MappingProxyType(
         "patch_size": 14,
     }
 )
+_SIGHT: Final = MappingProxyType(
+    {"hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
+)
+"""Of Qwen's models."""
 _LLAMA_4_VISION: Final = MappingProxyType(
     {
         "hidden_size": 32,
@@ -209,14 +213,117 @@ CONFIGS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
                 **_NO_EOS,
             },
             "tie_word_embeddings": True,
-            "vision_config": {
-                "depth": 1,
-                "hidden_size": 32,
-                "intermediate_size": 32,
-                "num_heads": 2,
-                "num_position_embeddings": 16,
-                "out_hidden_size": 64,
+            "vision_config": {"depth": 1, **_SIGHT, "num_position_embeddings": 16},
+        },
+        "qwen2.5-vl": {
+            "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+            "model_type": "qwen2_5_vl",
+            "hidden_act": "silu",
+            "image_token_id": 250,
+            "max_position_embeddings": CONTEXT,
+            "max_window_layers": 4,
+            "rms_norm_eps": 1e-06,
+            "rope_scaling": {"mrope_section": [4, 2, 2], "type": "mrope"},
+            "rope_theta": 1000000.0,
+            "sliding_window": 32768,
+            "tie_word_embeddings": True,
+            "use_sliding_window": False,
+            "video_token_id": 251,
+            "vision_config": {"depth": 1, **_SIGHT, "model_type": "qwen2_5_vl"},
+            "vision_end_token_id": 253,
+            "vision_start_token_id": 252,
+            "vision_token_id": 254,
+            **_SIZES,
+        },
+        "qwen3-vl-8b": {
+            "architectures": ["Qwen3VLForConditionalGeneration"],
+            "model_type": "qwen3_vl",
+            "image_token_id": 250,
+            "text_config": {
+                "model_type": "qwen3_vl_text",
+                "attention_bias": False,
+                "head_dim": 16,
+                "max_position_embeddings": CONTEXT,
+                "rms_norm_eps": 1e-06,
+                "rope_scaling": {
+                    "mrope_interleaved": True,
+                    "mrope_section": [4, 2, 2],
+                    "rope_type": "default",
+                },
+                "rope_theta": 5000000,
+                **_SIZES,
+                **_NO_EOS,
             },
+            "tie_word_embeddings": True,
+            "video_token_id": 251,
+            "vision_config": {"depth": 1, **_SIGHT, "deepstack_visual_indexes": [0]},
+            "vision_end_token_id": 253,
+            "vision_start_token_id": 252,
+        },
+        "qwen3-vl-moe": {
+            "architectures": ["Qwen3VLMoeForConditionalGeneration"],
+            "model_type": "qwen3_vl_moe",
+            "image_token_id": 250,
+            "text_config": {
+                "model_type": "qwen3_vl_moe_text",
+                "attention_bias": False,
+                "decoder_sparse_step": 1,
+                "head_dim": 16,
+                "max_position_embeddings": CONTEXT,
+                "mlp_only_layers": [],
+                "norm_topk_prob": True,
+                "num_experts": 8,
+                "rope_scaling": {
+                    "mrope_interleaved": True,
+                    "mrope_section": [4, 2, 2],
+                    "rope_type": "default",
+                },
+                "rope_theta": 5000000,
+                **_SIZES,
+                **_EXPERTS,
+                **_NO_EOS,
+            },
+            "tie_word_embeddings": False,
+            "video_token_id": 251,
+            "vision_config": {"depth": 1, **_SIGHT, "deepstack_visual_indexes": [0]},
+            "vision_end_token_id": 253,
+            "vision_start_token_id": 252,
+        },
+        "seed-oss": {
+            "architectures": ["SeedOssForCausalLM"],
+            "model_type": "seed_oss",
+            "attention_bias": True,
+            "attention_dropout": 0.1,
+            "attention_out_bias": False,
+            "head_dim": 32,
+            "max_position_embeddings": CONTEXT,
+            "mlp_bias": False,
+            "residual_dropout": 0.1,
+            "rope_scaling": {"rope_type": "default"},
+            "rope_theta": 10000000.0,
+            "tie_word_embeddings": False,
+            **_SIZES,
+        },
+        "minimax-m2": {
+            "architectures": ["MiniMaxM2ForCausalLM"],
+            "model_type": "minimax_m2",
+            "attn_type_list": [1, 1, 1, 1],
+            "auto_map": {"AutoModelForCausalLM": "modeling_minimax_m2.MiniMaxM2ForCausalLM"},
+            "head_dim": 32,
+            "max_position_embeddings": CONTEXT,
+            "mtp_transformer_layers": 1,
+            "num_experts_per_tok": 3,
+            "num_local_experts": 8,
+            "num_mtp_modules": 3,
+            "qk_norm_type": "per_layer",
+            "rope_theta": 5000000,
+            "rotary_dim": 16,
+            "scoring_func": "sigmoid",
+            "shared_intermediate_size": 0,
+            "use_mtp": True,
+            "use_qk_norm": True,
+            "use_routing_bias": True,
+            **_SIZES,
         },
         "glm-4.5-air": {
             "architectures": ["Glm4MoeForCausalLM"],
@@ -502,11 +609,15 @@ CONFIGS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
 LEFT_OUT: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
         "glm-4.5-air": ("model.layers.4.eh_proj.weight", "model.layers.4.shared_head.head.weight"),
+        "minimax-m2": ("model.layers.4.mtp_proj.weight", "model.layers.6.final_layernorm.weight"),
         "qwen3-next": ("mtp.fc.weight", "mtp.layers.0.self_attn.q_proj.weight"),
         "qwen3.5": ("mtp.fc.weight", "mtp.layers.0.mlp.experts.gate_up_proj"),
     }
 )
 """Weights that publishers ship but transformers does not use: layers that predict more tokens."""
+
+TRANSPOSED: Final = ("qwen3-vl-moe",)
+"""Checkpoints whose stacks of experts publishers ship in another order than transformers."""
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -524,7 +635,14 @@ def test_tokens_are_equal(name: str, tmp_path: Path) -> None:
     path.write_text(spelled)  # transformers has written its own
     weights = tmp_path / "model.safetensors"
     others = {other: torch.ones(2, 2) for other in LEFT_OUT.get(name, ())}
-    save_file(load_file(weights) | others, weights)
+    tensors = load_file(weights) | others
+    if name in TRANSPOSED:
+        tensors |= {
+            stack: tensors[stack].transpose(1, 2).contiguous()
+            for stack in tensors
+            if ".experts." in stack
+        }
+    save_file(tensors, weights)
     prompts = prompts_with_shared_prefixes(vocab_size=VOCAB_SIZE, longest=110, seed=7)
     model = load_model(tmp_path, context=CONTEXT)
     with TinyEngine(model, context=CONTEXT, page_size=16) as engine:

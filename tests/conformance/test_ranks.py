@@ -48,6 +48,8 @@ PAGE_SIZE = 16
         "smollm3",
         "qwen2-moe",
         "glm4-moe-groups",
+        "minimax-m2",
+        "qwen3-vl-experts",
         "qwen3.5-tied",
         "qwen3-next-sparse",
         "gpt-oss",

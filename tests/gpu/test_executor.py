@@ -80,15 +80,16 @@ OTHERS = [
     "smollm3",
     "dots1-window",
     "glm4-moe-groups",
+    "minimax-m2",
     "qwen2-moe",
+    "qwen2.5-vl",
     "gpt-oss",
     "llama4",
     "llama4-multimodal",
 ]
 """Cases with parts that no case above has."""
-EXPERTS = [
-    case for case in CASES + OTHERS if re.search("mixtral|moe|dots|oss|experts|llama4", case)
-]
+_HAVE_EXPERTS = re.compile("mixtral|moe|dots|oss|experts|llama4|minimax")
+EXPERTS = [case for case in CASES + OTHERS if _HAVE_EXPERTS.search(case)]
 """Rounding, even of attention's GEMMs alone, may choose other experts."""
 
 

@@ -1,4 +1,5 @@
-"""GLM-4.5 and dots.llm1: attention as in other families, and experts by DeepSeek's router."""
+"""GLM-4.5, dots.llm1 and MiniMax-M2: attention as in other families, and experts by DeepSeek's
+router."""
 
 from __future__ import annotations
 
@@ -11,7 +12,14 @@ from minisgl_backend.models.families.fields import (
     read_window,
     windows_by_kind,
 )
-from minisgl_backend.models.spec import MOST_EXPERTS, MOST_WIDTH, ModelSpec, MoeSpec
+from minisgl_backend.models.families.mistral import OF_MIXTRAL
+from minisgl_backend.models.spec import (
+    MOST_EXPERTS,
+    MOST_HEADS,
+    MOST_WIDTH,
+    ModelSpec,
+    MoeSpec,
+)
 from minisgl_backend.models.tensor_names import TensorNames
 
 
@@ -27,13 +35,12 @@ def read_glm4_moe(config: ConfigReader) -> ModelSpec:
     fields = common_fields(config, partial=True)
     num_layers = fields["num_layers"]
     drafting = config.integer("num_nextn_predict_layers", 1, minimum=0)
-    left_out = tuple(f"model.layers.{num_layers + layer}." for layer in range(drafting))
     return ModelSpec(
         architecture="Glm4MoeForCausalLM",
         qkv_bias=config.flag("attention_bias"),
         qk_norm="head" if config.flag("use_qk_norm") else None,
         moe=_deepseek_experts(config, num_layers, first=1),
-        names=TensorNames(left_out=left_out),
+        names=TensorNames(left_out=_layers_from(num_layers, drafting)),
         **fields,
     )
 
@@ -52,6 +59,45 @@ def read_dots1(config: ConfigReader) -> ModelSpec:
     fields["windows"] = windows_by_kind(kinds, window)
     moe = _deepseek_experts(config, num_layers, first=0)
     return ModelSpec(architecture="Dots1ForCausalLM", moe=moe, **fields)
+
+
+def read_minimax_m2(config: ConfigReader) -> ModelSpec:
+    """``MiniMaxM2ForCausalLM``, MiniMax-M2: Mixtral's experts by DeepSeek's router without groups,
+    norms over all heads of queries and of keys, and heads that rotate in part (``rotary_dim``)."""
+    config = config.with_defaults(
+        head_dim=128, rope_theta=5e6, num_key_value_heads=8, max_position_embeddings=196_608
+    )
+    if "rotary_dim" in config.values:
+        head_dim = config.integer("head_dim", maximum=MOST_HEADS)
+        rotated = config.integer("rotary_dim", maximum=head_dim) / head_dim
+        config = config.with_defaults(partial_rotary_factor=rotated)
+    fields = common_fields(config, partial=True)
+    num_layers = fields["num_layers"]
+    rule = RoutingRule(
+        num_experts=config.integer("num_local_experts", 256, maximum=MOST_EXPERTS),
+        top_k=config.integer("num_experts_per_tok", 8),
+        normalize=True,
+        sigmoid=True,
+        corrected=True,
+    )
+    experts = ExpertsSpec(routing=rule, intermediate_size=fields["intermediate_size"])
+    correction = "e_score_correction_bias"
+    renamed = (f".block_sparse_moe.{correction}", f".mlp.gate.{correction}")
+    drafting = config.integer("num_mtp_modules", 0, minimum=0)
+    return ModelSpec(
+        architecture="MiniMaxM2ForCausalLM",
+        qk_norm="token",
+        moe=MoeSpec(experts=experts, layers=frozenset(range(num_layers))),
+        names=TensorNames(
+            renamed=(renamed, *OF_MIXTRAL), left_out=_layers_from(num_layers, drafting)
+        ),
+        **fields,
+    )
+
+
+def _layers_from(first: int, number: int) -> tuple[str, ...]:
+    """How names of tensors begin in layers behind the last one, which predict further tokens."""
+    return tuple(f"model.layers.{first + layer}." for layer in range(number))
 
 
 def _deepseek_experts(config: ConfigReader, num_layers: int, *, first: int) -> MoeSpec:

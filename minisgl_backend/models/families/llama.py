@@ -1,4 +1,4 @@
-"""Llama, and what adds little to it: Granite 3 and SmolLM3."""
+"""Llama, and what adds little to it: Granite 3, Seed-OSS and SmolLM3."""
 
 from __future__ import annotations
 
@@ -35,6 +35,19 @@ def read_granite(config: ConfigReader) -> ModelSpec:
         logit_scale=1 / config.number("logits_scaling", 1.0),
         **attention_biases(config),
         **common_fields(config),
+    )
+
+
+def read_seed_oss(config: ConfigReader) -> ModelSpec:
+    """``SeedOssForCausalLM``: Llama whose projections of queries, keys and values have biases, and
+    whose heads have 128 elements unless config.json says otherwise."""
+    config = config.with_defaults(num_key_value_heads=8, max_position_embeddings=2**19)
+    return ModelSpec(
+        architecture="SeedOssForCausalLM",
+        qkv_bias=config.flag("attention_bias", True),
+        output_bias=config.flag("attention_out_bias"),
+        mlp_bias=config.flag("mlp_bias"),
+        **common_fields(config, head_dim=128),
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from minisgl_backend.experts_spec import ExpertsSpec
 from minisgl_backend.models.common_fields import common_fields
 from minisgl_backend.models.config_json import ConfigReader
@@ -15,6 +17,14 @@ from minisgl_backend.models.families.fields import (
 )
 from minisgl_backend.models.spec import ModelSpec, MoeSpec, QueryGrowth
 from minisgl_backend.models.tensor_names import TensorNames
+
+OF_MIXTRAL: Final = (
+    (".block_sparse_moe.", ".mlp."),
+    (".w1.", ".gate_proj."),
+    (".w2.", ".down_proj."),
+    (".w3.", ".up_proj."),
+)
+"""Names of experts in Mixtral's checkpoints, each with the decoder's."""
 
 
 def read_mistral(config: ConfigReader) -> ModelSpec:
@@ -39,14 +49,7 @@ def read_mixtral(config: ConfigReader) -> ModelSpec:
         intermediate_size=fields["intermediate_size"],
     )
     moe = MoeSpec(experts=experts, layers=frozenset(range(num_layers)))
-    names = TensorNames(
-        renamed=(
-            (".block_sparse_moe.", ".mlp."),
-            (".w1.", ".gate_proj."),
-            (".w2.", ".down_proj."),
-            (".w3.", ".up_proj."),
-        )
-    )
+    names = TensorNames(renamed=OF_MIXTRAL)
     return ModelSpec(architecture="MixtralForCausalLM", moe=moe, names=names, **fields)
 
 

@@ -1,6 +1,12 @@
-"""Qwen2, Qwen2.5 and Qwen3, dense and with experts."""
+"""Qwen2, Qwen2.5 and Qwen3, dense and with experts; and the text parts of their relatives that see.
+
+These rotate by a token's time, row and column. In text all three are its position, so the rotation
+is the usual one.
+"""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.experts_spec import ExpertsSpec, SharedExpert
@@ -11,6 +17,8 @@ from minisgl_backend.models.families.fields import (
     qk_normed_fields,
     read_routing,
     sparse_layers,
+    text_config,
+    text_part,
     windows_by_kind,
 )
 from minisgl_backend.models.spec import MOST_WIDTH, ModelSpec, MoeSpec
@@ -68,6 +76,64 @@ def read_qwen3_moe(config: ConfigReader) -> ModelSpec:
     )
     moe = MoeSpec(experts=experts, layers=sparse_layers(config, num_layers))
     return ModelSpec(architecture="Qwen3MoeForCausalLM", moe=moe, **fields)
+
+
+def read_qwen2_vl(config: ConfigReader) -> ModelSpec:
+    """``Qwen2VLForConditionalGeneration``, the text part: Qwen2."""
+    return text_part(_of_qwen2_vl(config), "Qwen2VLForConditionalGeneration")
+
+
+def read_qwen2_5_vl(config: ConfigReader) -> ModelSpec:
+    """``Qwen2_5_VLForConditionalGeneration``, the text part: Qwen2."""
+    return text_part(_of_qwen2_vl(config), "Qwen2_5_VLForConditionalGeneration")
+
+
+def read_qwen3_vl(config: ConfigReader) -> ModelSpec:
+    """``Qwen3VLForConditionalGeneration``, the text part: Qwen3 without windows."""
+    defaults = {"rope_theta": 5e5, "num_key_value_heads": 32, "max_position_embeddings": 128_000}
+    text = _text_of_vl(config).with_defaults(**defaults)
+    spec = read_qwen3(text.with_values(use_sliding_window=False))
+    return text_part(spec, "Qwen3VLForConditionalGeneration")
+
+
+def read_qwen3_vl_moe(config: ConfigReader) -> ModelSpec:
+    """``Qwen3VLMoeForConditionalGeneration``, the text part: Qwen3 with experts, whose weights
+    always sum to 1, and without windows. In the publisher's files inputs come before outputs of
+    experts, in those of transformers behind them."""
+    text = _text_of_vl(config).with_defaults(
+        rope_theta=5e5,
+        num_key_value_heads=16,
+        max_position_embeddings=128_000,
+        moe_intermediate_size=1408,
+        num_experts_per_tok=4,
+    )
+    if "num_local_experts" not in text.values:
+        text = text.with_defaults(num_experts=60)
+    spec = read_qwen3_moe(text.with_values(use_sliding_window=False, norm_topk_prob=True))
+    spec = replace(spec, names=replace(spec.names, hidden_size=spec.hidden_size))
+    return text_part(spec, "Qwen3VLMoeForConditionalGeneration")
+
+
+def _of_qwen2_vl(config: ConfigReader) -> ModelSpec:
+    text = _text_of_vl(config).with_defaults(
+        rope_theta=1e6, rms_norm_eps=1e-5, num_key_value_heads=8, max_window_layers=80
+    )
+    key = "rope_scaling" if text.table("rope_scaling") else "rope_parameters"
+    scaling = {
+        kind: "default" if kind in ("type", "rope_type") and value == "mrope" else value
+        for kind, value in text.table(key).items()
+    }
+    return read_qwen2(text.with_values(**{key: scaling}) if scaling else text)
+
+
+def _text_of_vl(config: ConfigReader) -> ConfigReader:
+    """The config of the text part, which may lie beside that of the vision part. Embeddings are
+    tied if either level says so."""
+    if "text_config" not in config.values:
+        return config
+    tied = config.part("text_config").flag("tie_word_embeddings")
+    outer = config.with_values(tie_word_embeddings=True) if tied else config
+    return text_config(outer, tied=False)
 
 
 def _qwen(config: ConfigReader) -> ConfigReader:

@@ -25,6 +25,7 @@ from tests.unit.models.config_jsons import (
     GRANITE_3_3_8B,
     LLAMA_3_1_8B,
     LLAMA_4_SCOUT,
+    MINIMAX_M2,
     MINISTRAL_3_8B,
     MINISTRAL_8B,
     MISTRAL_7B,
@@ -35,9 +36,13 @@ from tests.unit.models.config_jsons import (
     PHI_4_MINI,
     QWEN_1_5_MOE,
     QWEN_2_5_7B,
+    QWEN_2_5_VL_7B,
     QWEN_3_0_6B,
     QWEN_3_5_MOE,
     QWEN_3_30B_A3B,
+    QWEN_3_VL_4B,
+    QWEN_3_VL_30B_A3B,
+    SEED_OSS_36B,
     SMOLLM_3B,
 )
 
@@ -496,6 +501,59 @@ def test_router_and_windows_of_dots() -> None:
         parse_spec({**DOTS_LLM1, "n_group": 3, "topk_group": 2})
 
 
+def test_router_and_rotation_of_minimax() -> None:
+    spec = parse_spec(MINIMAX_M2)
+    assert (spec.qk_norm, spec.rope.rotated, spec.rope.theta) == ("token", 0.5, 5e6)
+    rule = RoutingRule(num_experts=256, top_k=8, normalize=True, sigmoid=True, corrected=True)
+    experts = ExpertsSpec(routing=rule, intermediate_size=1536)
+    assert spec.moe == MoeSpec(experts=experts, layers=frozenset(range(62)))
+    assert spec.names.left_out == tuple(f"model.layers.{layer}." for layer in (62, 63, 64))
+    assert 228 < spec.num_parameters / 1e9 < 230 and 9 < spec.num_active_parameters / 1e9 < 10
+    assert spec.weights is not None
+    layer = "model.layers.5"
+    gate = spec.weights.of(f"{layer}.mlp.gate", f"{layer}.block_sparse_moe.gate")
+    expert = f"{layer}.mlp.experts.3.gate_proj", f"{layer}.block_sparse_moe.experts.3.w1"
+    assert gate is None and str(spec.weights.of(*expert)) == "fp8 in blocks of 128 x 128"
+    with pytest.raises(ConfigError, match="rotary_dim must be"):
+        parse_spec({**MINIMAX_M2, "rotary_dim": 129})
+
+
+def test_biases_of_seed_oss() -> None:
+    spec = parse_spec(SEED_OSS_36B)
+    biases = spec.qkv_bias, spec.output_bias, spec.mlp_bias
+    assert biases == (True, False, False) and spec.head_dim == 128
+    assert 35.5 < spec.num_parameters / 1e9 < 36.5
+    changed = parse_spec({**SEED_OSS_36B, "attention_bias": False, "attention_out_bias": True})
+    assert (changed.qkv_bias, changed.output_bias) == (False, True)
+
+
+def test_text_parts_of_qwens_that_see() -> None:
+    spec = parse_spec(QWEN_2_5_VL_7B)
+    assert spec.qkv_bias and not spec.tie_embeddings and spec.eos_token_ids == {151645}
+    assert (spec.rope.scaling, spec.rope.theta, spec.windows) == ("default", 1e6, (None,) * 28)
+    assert 7.5 < spec.num_parameters / 1e9 < 7.7
+    nested = {key: QWEN_2_5_VL_7B[key] for key in ("architectures", "vision_config")}
+    text = {key: QWEN_2_5_VL_7B[key] for key in QWEN_2_5_VL_7B.keys() - nested.keys()}
+    assert parse_spec({**nested, "text_config": text}) == spec
+    stretched = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    rope = parse_spec({**QWEN_2_5_VL_7B, "rope_scaling": stretched}).rope
+    assert (rope.scaling, rope.factor, rope.original_max_positions) == ("yarn", 4.0, 32768)
+
+    spec = parse_spec(QWEN_3_VL_4B)
+    assert spec.qk_norm == "head" and spec.tie_embeddings and spec.rope.theta == 5e6
+    for outer in ({"tie_word_embeddings": False}, {}):
+        some = {key: value for key, value in QWEN_3_VL_4B.items() if key != "tie_word_embeddings"}
+        assert parse_spec(some | outer).tie_embeddings  # as in transformers
+    assert 3.9 < spec.num_parameters / 1e9 < 4.1
+
+    spec = parse_spec(QWEN_3_VL_30B_A3B)
+    rule = RoutingRule(num_experts=128, top_k=8, normalize=True)
+    experts = ExpertsSpec(routing=rule, intermediate_size=768)
+    assert spec.moe == MoeSpec(experts=experts, layers=frozenset(range(48)))
+    assert not spec.tie_embeddings and spec.names.multimodal and spec.names.hidden_size == 2048
+    assert 30 < spec.num_parameters / 1e9 < 31
+
+
 def test_sections_and_experts_of_llama_4() -> None:
     spec = parse_spec(LLAMA_4_SCOUT)
     still = frozenset(range(3, 48, 4))
@@ -584,6 +642,12 @@ def test_every_architecture_is_tested() -> None:
             QWEN_1_5_MOE,
             GLM_4_5_AIR,
             DOTS_LLM1,
+            MINIMAX_M2,
+            SEED_OSS_36B,
+            {**QWEN_2_5_VL_7B, "architectures": ["Qwen2VLForConditionalGeneration"]},
+            QWEN_2_5_VL_7B,
+            QWEN_3_VL_4B,
+            QWEN_3_VL_30B_A3B,
             GPT_OSS_20B,
             LLAMA_4_SCOUT,
             {**LLAMA_4_SCOUT["text_config"], "architectures": ["Llama4ForCausalLM"]},

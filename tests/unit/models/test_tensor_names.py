@@ -88,6 +88,24 @@ def test_transposed_stacks_are_taken_apart() -> None:
     assert list(names.weights(scale, (2, 1, 8))) == [(scale, StoredAs(scale, (2, 1, 8)))]
 
 
+@pytest.mark.parametrize(
+    ("part", "shape", "of_expert", "transposed"),
+    [
+        ("gate_up_proj", (2, 8, 6), (4, 6), False),
+        ("gate_up_proj", (2, 6, 8), (4, 6), True),
+        ("gate_up_proj", (2, 6, 6), (3, 6), False),
+        ("down_proj", (2, 6, 4), (6, 4), False),
+        ("down_proj", (2, 4, 6), (6, 4), True),
+    ],
+)
+def test_shapes_of_stacks_tell_their_order(
+    part: str, shape: tuple[int, ...], of_expert: tuple[int, int], transposed: bool
+) -> None:
+    names = TensorNames(hidden_size=6)
+    for stored in dict(names.weights(f"mlp.experts.{part}", shape)).values():
+        assert (stored.shape, stored.transposed) == (of_expert, transposed)
+
+
 def test_merged_tensors_are_taken_apart(checkpoints: Path) -> None:
     model = load(checkpoints / "phi3")
     tensors = load_file(checkpoints / "phi3" / "model.safetensors")

@@ -141,6 +141,8 @@ def _prompt(prompt: object) -> dict[str, Any]:
         return {"input_ids": EMPTY}
     if isinstance(prompt[0], Mapping):
         return {"messages": as_json("messages", prompt)}
+    if not {bool, np.bool_}.isdisjoint(map(type, prompt)):  # NumPy would take them for 0 and 1
+        raise InvalidRequest("input_ids must be integers, got bool")
     try:
         ids = np.asarray(prompt)
     except ValueError:  # lists of different lengths

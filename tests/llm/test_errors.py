@@ -93,6 +93,8 @@ def test_bad_parameters_are_told_in_the_words_of_the_server(
         ([1, 2048], None, "input_ids must be in 0 .. 2047, got 2048"),
         ([1.5], None, "input_ids must be integers, got float64"),
         ([True], None, "input_ids must be integers, got bool"),
+        ([1, True], None, "input_ids must be integers, got bool"),
+        (["a", (1, np.True_)], None, "prompts[1]: input_ids must be integers, got bool"),
         (list(range(2000)) * 5, None, "prompt of 10000 tokens does not fit the context of 8192"),
         (
             [1],

@@ -82,7 +82,8 @@ class Request:
 def build(
     model: str, request_id: str, given: Mapping[str, Any], asked: Mapping[str, bool] = ASKED
 ) -> Request:
-    """The request with these values by input name; None means absent.
+    """The request with these values by input name; None means absent, and so does an empty list,
+    except for a prompt.
 
     It asks for ``asked``, unless the values say otherwise, and for logprobs if any of their names
     is given. Raises ``InvalidArgument``.
@@ -98,7 +99,7 @@ def build(
             others[name] = _other(name, value)
         elif name not in LISTS:
             values[name] = _value(name, value)
-        elif items := [_value(name, item) for item in _items(value)]:
+        elif (items := [_value(name, item) for item in _items(value)]) or name == "input_ids":
             values[name] = items
     if values.get("timeout_ms", 1) < 1:
         raise InvalidArgument(f"timeout_ms must be >= 1, got {values['timeout_ms']}")

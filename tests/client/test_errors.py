@@ -57,6 +57,7 @@ THERE: list[tuple[dict[str, Any], type[MinisglError], str]] = [
     ({}, InvalidArgument, "give one of text_input, messages and input_ids, got none of them"),
     ({"prompt": "x", "input_ids": [1]}, InvalidArgument, "give one of"),
     ({"prompt": ""}, InvalidArgument, "text_input must not be empty"),
+    ({"input_ids": []}, InvalidArgument, "input_ids must not be empty"),
     (
         {"prompt": "x", "max_tokens": 0},
         InvalidArgument,

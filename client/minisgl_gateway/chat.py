@@ -31,6 +31,7 @@ from minisgl_gateway.dialects.choice import dialect_of
 from minisgl_gateway.errors import invalid
 from minisgl_gateway.harmony import HarmonyReader
 from minisgl_gateway.parts import AnswerReader
+from minisgl_gateway.tagged_values import kinds_of
 from minisgl_gateway.thinking import ThinkingReader
 from minisgl_gateway.tools import Calls, Tool
 
@@ -291,14 +292,8 @@ class Chat:
                     f"{place} has the name of another tool, {errors.shown(tool.name)}", place
                 )
             names.add(tool.name)
-            kind = (tool.parameters or {}).get("type", "object")
-            is_among = not tool.strict and isinstance(kind, list) and "object" in kind
-            if tool.name in enforced and kind != "object" and not is_among:
-                raise invalid(
-                    f"{self.tools_param}: type must be 'object', got {errors.shown(kind)}, at "
-                    f"{tool.name}#/type",
-                    place,
-                )
+            if tool.name in enforced and (wrong := _no_object(tool)):
+                raise invalid(f"{self.tools_param}: {wrong}", place)
 
     def _schema(self) -> Any:
         """The JSON schema of the form."""
@@ -311,6 +306,20 @@ class Chat:
             raise invalid(f"{self.form_param}: {error}", self.form_param) from None
         except (ValueError, RecursionError):
             raise invalid(f"{self.form_param} must be valid JSON", self.form_param) from None
+
+
+def _no_object(tool: Tool) -> str:
+    """What is wrong with a tool's parameters if these allow no object; else ""."""
+    parameters = tool.parameters or {}
+    kind = parameters.get("type", "object")
+    is_among = not tool.strict and isinstance(kind, list) and "object" in kind
+    if kind != "object" and not is_among:
+        return f"type must be 'object', got {errors.shown(kind)}, at {tool.name}#/type"
+    for key, value in parameters.items():
+        if key != "type" and "object" not in kinds_of({key: value}, parameters):
+            got = errors.shown(value)
+            return f"{key} must allow an object, got {got}, at {tool.name}#/{key}"
+    return ""
 
 
 def _has_channels(chat_format: ChatFormat | None) -> bool:

@@ -55,7 +55,7 @@ class ArgumentKinds:
     def _of(self, tool: str, name: str) -> Collection[str]:
         root = self._schemas.get(tool, {})
         schemas = root.get("properties")
-        return _kinds(schemas.get(name) if isinstance(schemas, Mapping) else None, root)
+        return kinds_of(schemas.get(name) if isinstance(schemas, Mapping) else None, root)
 
 
 class JsonStrings:
@@ -90,13 +90,13 @@ def _value_of(text: str, kinds: Collection[str]) -> str:
     return written if fits and kind != "string" else as_json(text)
 
 
-def _kinds(schema: Any, root: Mapping[str, Any]) -> Collection[str]:
+def kinds_of(schema: Any, root: Mapping[str, Any]) -> Collection[str]:
     """The types of the values that a schema allows, as far as it shows them; never none."""
     return _shown_kinds(schema, root, set()) or _ANY
 
 
 def _shown_kinds(schema: Any, root: Mapping[str, Any], followed: set[str]) -> Collection[str]:
-    """``_kinds``; of references that are ``followed`` already, the types are known."""
+    """``kinds_of``; of references that are ``followed`` already, the types are known."""
     if not isinstance(schema, Mapping):
         return _ANY
     if isinstance(reference := schema.get("$ref"), str):
@@ -173,7 +173,7 @@ def _allows_no_others(parameters: Mapping[str, Any]) -> bool:
 def _argument(
     name: str, is_optional: bool, schema: Any, root: Mapping[str, Any]
 ) -> Argument | None:
-    kinds = _kinds(schema, root)
+    kinds = kinds_of(schema, root)
     if "string" not in kinds:
         if not _refers_to_definitions(schema):
             return None

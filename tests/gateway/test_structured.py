@@ -362,6 +362,27 @@ def test_enforced_arguments_are_an_object(
     assert refused(gateway, "chat/completions", {**body, "response_format": FORMAT}) == error
 
 
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize(
+    ("keyword", "value", "got"),
+    [
+        ("const", "a", '"a"'),
+        ("enum", ["a", 1], '["a", 1]'),
+        ("$ref", "#/$defs/day", '"#/$defs/day"'),
+        ("anyOf", [{"$ref": "#/$defs/day"}], '[{"$ref": "#/$defs/day"}]'),
+    ],
+)
+def test_a_tool_whose_enforced_arguments_can_be_no_object(
+    gateway: Gateway, keyword: str, value: Any, got: str, strict: bool
+) -> None:
+    parameters = {"type": "object", "$defs": {"day": {"type": "string"}}, keyword: value}
+    tools = [tool("g", COUNT), tool("f", parameters, strict=strict)]
+    body = {"messages": MESSAGES, "tools": tools, "tool_choice": "required"}
+    error = refused(gateway, "chat/completions", body)
+    assert error["param"] == "tools[1]"
+    assert error["message"] == f"tools: {keyword} must allow an object, got {got}, at f#/{keyword}"
+
+
 def test_enforced_arguments_are_an_object_in_every_api(gateway: Gateway) -> None:
     asked = {"messages": MESSAGES, "function_call": {"name": "f"}}
     older = {**asked, "functions": [{"name": "f", "parameters": ARRAY}]}

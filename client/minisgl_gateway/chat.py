@@ -282,8 +282,8 @@ class Chat:
     def _check(self, tools: Sequence[Tool], dialect: Dialect) -> None:
         """Refuse two tools of the same name, and enforced arguments that cannot be an object."""
         required = self.calls.required or self.form is not None
-        bound = dialect.bound_tools(tools, replace(self.calls, required=required))
-        enforced = {tool.name for tool in bound}
+        calls = replace(self.calls, required=required)
+        enforced = {tool.name for tool in dialect.enforced_tools(tools, calls)}
         names = set()
         for index, tool in enumerate(tools):
             place = f"{self.tools_param}[{index}]"

@@ -31,7 +31,7 @@ class Dialect(ABC):
     With ``keeps_special_tokens`` special tokens mark the calls, so the answer's text must include
     them. ``is_of_template`` says whether the chat template takes tools, calls and their results.
     With ``has_channels`` each answer is messages in channels (``harmony``), with tools or without.
-    With ``binds_all`` calls that are enforced follow the schemas of tools that are not strict, too.
+    With ``enforces_all`` the arguments of all tools follow their schemas if those of one must.
     """
 
     name: ClassVar[DialectName]
@@ -39,7 +39,7 @@ class Dialect(ABC):
     keeps_special_tokens: ClassVar[bool] = False
     is_of_template: ClassVar[bool] = True
     has_channels: ClassVar[bool] = False
-    binds_all: ClassVar[bool] = False
+    enforces_all: ClassVar[bool] = False
 
     def enforcing(self, tools: Sequence[Tool], calls: Calls) -> Dialect:
         """The dialect of an answer whose calls of these tools are enforced."""
@@ -68,11 +68,11 @@ class Dialect(ABC):
         """A tool as the template is given it."""
         return {"type": "function", "function": function_of(tool)}
 
-    def bound_tools(self, tools: Sequence[Tool], calls: Calls) -> Sequence[Tool]:
+    def enforced_tools(self, tools: Sequence[Tool], calls: Calls) -> Sequence[Tool]:
         """The tools that may be called and whose arguments then follow their schemas."""
         tools = callable_tools(tools, calls)
         strict = [tool for tool in tools if tool.strict]
-        return tools if calls.required or (self.binds_all and strict) else strict
+        return tools if calls.required or (self.enforces_all and strict) else strict
 
     def constraint(self, tools: Sequence[Tool], calls: Calls) -> dict[str, Any] | None:
         """The structural tag that an answer must follow; None if there is nothing to enforce.
@@ -83,10 +83,10 @@ class Dialect(ABC):
         answer; if that is the only constraint, ``stop`` enforces it without a tag.
         """
         required, parallel = calls.required, calls.parallel
-        bound = self.bound_tools(tools, calls)
-        if not bound and (parallel or self.stop is not None):
+        enforced = self.enforced_tools(tools, calls)
+        if not enforced and (parallel or self.stop is not None):
             return None
-        arguments = _arguments(callable_tools(tools, calls), bound)
+        arguments = _arguments(callable_tools(tools, calls), enforced)
         tag: dict[str, Any] = {
             "structures": self._structures(arguments, required, parallel),
             "stop_after_first": not parallel,
@@ -165,10 +165,10 @@ def parameters_of(tool: Tool) -> Schema:
     return {**schema, "type": "object"}
 
 
-def _arguments(tools: Iterable[Tool], bound: Iterable[Tool]) -> dict[str, Arguments]:
-    """What the arguments must follow, by tool: those of ``bound`` tools their schema, the others
+def _arguments(tools: Iterable[Tool], enforced: Iterable[Tool]) -> dict[str, Arguments]:
+    """What the arguments must follow, by tool: those of ``enforced`` tools their schema, the others
     are any object."""
-    names = {tool.name for tool in bound}
+    names = {tool.name for tool in enforced}
     return {
         tool.name: Arguments(
             parameters_of(tool) if tool.name in names else {"type": "object"}, not tool.strict

@@ -19,7 +19,7 @@ _OF_DEFINITIONS: Final = re.compile(r"/(\$defs|definitions)(?![^/])")
 
 
 class _Tagged(OwnForm):
-    binds_all = True
+    enforces_all = True
     _closing: ClassVar[str]
     """The tag behind the text of an argument."""
     _breaks: ClassVar[Sequence[str]] = ("\n",)

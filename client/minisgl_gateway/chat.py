@@ -26,10 +26,10 @@ from minisgl_client.answer import ChatFormat
 from minisgl_client.parameters import Parameters, StructuredOutputs
 
 from minisgl_gateway import errors
+from minisgl_gateway.channels import ChannelReader
 from minisgl_gateway.dialects.base import Dialect, DialectName
 from minisgl_gateway.dialects.choice import dialect_of
 from minisgl_gateway.errors import invalid
-from minisgl_gateway.harmony import HarmonyReader
 from minisgl_gateway.parts import AnswerReader
 from minisgl_gateway.tagged_values import kinds_of
 from minisgl_gateway.thinking import ThinkingReader
@@ -194,7 +194,7 @@ class Chat:
     def reader(self, template: Template, own_stop: str | None = None) -> AnswerReader:
         """A reader for one choice."""
         if template.dialect.has_channels:
-            channels = HarmonyReader(
+            channels = ChannelReader(
                 has_calls=self.offers_tools,
                 calls_alone=self.offers_tools and self.calls.required,
                 separates_thoughts=self.separates_thoughts,

@@ -30,7 +30,7 @@ class Dialect(ABC):
 
     With ``keeps_special_tokens`` special tokens mark the calls, so the answer's text must include
     them. ``is_of_template`` says whether the chat template takes tools, calls and their results.
-    With ``has_channels`` each answer is messages in channels (``harmony``), with tools or without.
+    With ``has_channels`` each answer is messages in channels (``channels``), with tools or without.
     With ``enforces_all`` the arguments of all tools follow their schemas if those of one must.
     """
 

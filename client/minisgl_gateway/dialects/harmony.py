@@ -1,4 +1,4 @@
-"""The dialect of gpt-oss, whose answers are messages in channels (``minisgl_gateway.harmony``)."""
+"""The dialect of gpt-oss, whose answers are messages in channels (``minisgl_gateway.channels``)."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
+from minisgl_gateway.channels import FUNCTIONS
 from minisgl_gateway.dialects.base import Arguments, Dialect, Message, Structure
-from minisgl_gateway.harmony import FUNCTIONS
 from minisgl_gateway.tools import Calls, Tool
 from minisgl_gateway.turns import reminder, with_single_calls, with_text_as_thoughts
 

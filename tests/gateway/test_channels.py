@@ -16,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from minisgl_client.answer import ChatFormat
 from minisgl_gateway.call_syntax import MOST_DEPTH, CalledTool
+from minisgl_gateway.channels import ChannelReader
 from minisgl_gateway.chat import Chat, Policy, Template
 from minisgl_gateway.dialects.choice import dialect_of
-from minisgl_gateway.harmony import HarmonyReader
 from minisgl_gateway.thinking import Thought
 from minisgl_gateway.tools import Calls, Tool
 from openai import OpenAI
@@ -43,7 +43,7 @@ SHOWN: Final = ChatFormat(
 
 def read(*pieces: str, **options: Any) -> tuple[str, str, list[CalledTool]]:
     """Thoughts, text and calls."""
-    reader = HarmonyReader(**{"has_calls": True, **options})
+    reader = ChannelReader(**{"has_calls": True, **options})
     parts = [part for piece in pieces for part in reader.push(piece)] + reader.finish()
     assert all(part.text if isinstance(part, Thought) else part for part in parts)
     return (

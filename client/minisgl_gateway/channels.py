@@ -39,7 +39,7 @@ _RECEIVER: Final = re.compile(r"(?:^|\s)to=(.+?)(?:\s+(?:json|code))?\s*(?:<\||$
 _CHANNEL_NAME: Final = re.compile(re.escape(_CHANNEL) + r"\s*(\w+)")
 
 
-class HarmonyReader:
+class ChannelReader:
     """The state between two pieces of one answer.
 
     Analysis is ``Thought``; final messages, and commentary without a receiver, are text. A message

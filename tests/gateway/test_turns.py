@@ -7,7 +7,9 @@ from typing import Any, get_args
 import pytest
 from minisgl_gateway.dialects.base import DialectName
 from minisgl_gateway.dialects.choice import dialect_of
-from minisgl_gateway.turns import alternating, in_turns, with_single_calls
+from minisgl_gateway.dialects.mistral import alternating
+from minisgl_gateway.dialects.single_calls import with_single_calls
+from minisgl_gateway.turns import in_turns
 
 PARTS = [{"type": "text", "text": "One."}, {"type": "text", "text": "Two."}]
 REMINDED = "<system-reminder>\nNow.\n</system-reminder>"

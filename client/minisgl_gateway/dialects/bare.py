@@ -16,11 +16,11 @@ from minisgl_gateway.dialects.base import (
     Structure,
     structure,
     text_of,
+    with_text_as_thoughts,
 )
 from minisgl_gateway.dialects.own_form import OwnForm
 from minisgl_gateway.spelled_schema import spelled_out
 from minisgl_gateway.tools import Tool
-from minisgl_gateway.turns import with_text_as_thoughts
 
 
 class Gemma4(OwnForm):

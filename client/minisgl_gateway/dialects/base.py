@@ -182,3 +182,10 @@ def text_of(content: Any) -> str:
     if isinstance(content, list):
         return "".join(part.get("text", "") for part in content)
     return content or ""
+
+
+def with_text_as_thoughts(message: Message) -> Message:
+    """The message with its text behind its thoughts, as one of them."""
+    parts = [message.get("reasoning_content"), text_of(message.get("content"))]
+    thoughts = "\n\n".join(filter(None, parts)) or None
+    return {**message, "content": "", "reasoning_content": thoughts}

@@ -7,9 +7,16 @@ from dataclasses import replace
 from typing import Any, Final
 
 from minisgl_gateway.channels import FUNCTIONS
-from minisgl_gateway.dialects.base import Arguments, Dialect, Message, Structure
+from minisgl_gateway.dialects.base import (
+    Arguments,
+    Dialect,
+    Message,
+    Structure,
+    with_text_as_thoughts,
+)
+from minisgl_gateway.dialects.single_calls import with_single_calls
 from minisgl_gateway.tools import Calls, Tool
-from minisgl_gateway.turns import reminder, with_single_calls, with_text_as_thoughts
+from minisgl_gateway.turns import reminder
 
 _HEADERS: Final[Mapping[str, str]] = {
     f"<|channel|>commentary to={FUNCTIONS}": " <|constrain|>json<|message|>",

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from minisgl_gateway import call_syntax
 from minisgl_gateway.call_syntax import as_json
 from minisgl_gateway.dialects.base import Arguments, Dialect, Message, Structure
+from minisgl_gateway.dialects.single_calls import with_single_calls
 from minisgl_gateway.tools import Tool
-from minisgl_gateway.turns import with_single_calls
 
 
 class Llama(Dialect):

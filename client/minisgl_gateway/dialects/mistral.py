@@ -17,12 +17,13 @@ from minisgl_gateway.dialects.base import (
     structure,
 )
 from minisgl_gateway.tools import Tool
-from minisgl_gateway.turns import alternating
+from minisgl_gateway.turns import in_turns, joined
 
 _OF_ROOTS: Final = ("$id", "$schema", "x-guidance")
 _BY_NAME: Final = ("properties", "patternProperties", "$defs", "definitions")
 _VALUES: Final = ("const", "enum", "default", "examples")
 _SHORT_ID: Final = re.compile(r"[A-Za-z0-9]{9}")
+_ACKNOWLEDGED: Final = {"role": "assistant", "content": "OK."}
 
 
 class Mistral(Dialect):
@@ -90,6 +91,29 @@ class Mistral(Dialect):
 
     def _are_spelled(self, names: Iterable[str]) -> bool:
         return self._is_spelled and all(map(call_syntax.is_plain_name, names))
+
+
+def alternating(messages: Sequence[Message]) -> list[Message]:
+    """The conversation in turns of user and assistant, between which there are only calls and their
+    results.
+
+    If the user speaks after a result, the assistant is made to say a word before. Texts of the
+    assistant in a row are joined.
+    """
+    turns: list[Message] = []
+    for message in in_turns(messages):
+        before: Message = turns[-1] if turns else {}
+        if message["role"] == "user" and before.get("role") == "tool":
+            turns.append(_ACKNOWLEDGED)
+        if _is_said(message) and _is_said(before):
+            message = joined([turns.pop(), message])
+        turns.append(message)
+    return turns
+
+
+def _is_said(message: Message) -> bool:
+    """Whether it is a text of the assistant, and nothing else."""
+    return message.keys() == {"role", "content"} and message["role"] == "assistant"
 
 
 def _moved(root: Mapping[str, Any], place: str) -> Schema:

@@ -23,6 +23,7 @@ from minisgl_gateway.engine_errors import api_error
 from minisgl_gateway.errors import ApiError, no_model, shown
 from minisgl_gateway.gateway_options import GatewayOptions
 from minisgl_gateway.keys import Keys
+from minisgl_gateway.request_state import state_of
 from minisgl_gateway.servers import Engine
 from minisgl_gateway.strict_schema import Body, label
 
@@ -132,7 +133,7 @@ class Adapters:
         try:
             self._operators.caller(http.scope["headers"])
         except ApiError as error:
-            if not http.scope["state"]["caller"].label:
+            if not state_of(http.scope).caller.label:
                 raise
             raise ApiError(
                 403,

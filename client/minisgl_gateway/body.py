@@ -18,6 +18,7 @@ from pydantic_core import ErrorDetails
 from starlette.requests import ClientDisconnect
 
 from minisgl_gateway.errors import ApiError, client_gone, invalid, shown, unsupported
+from minisgl_gateway.request_state import state_of
 from minisgl_gateway.strict_schema import Body
 
 MAX_DEPTH: Final = 64
@@ -47,9 +48,8 @@ async def received(kind: type[_Request], http: Request) -> _Request:
         request = parse(kind, await http.body())
     except ClientDisconnect:
         raise client_gone() from None
-    http.scope["state"]["without_effect"] = sorted(
-        request.without_effect & request.model_fields_set
-    )
+    unused = request.without_effect & request.model_fields_set
+    state_of(http.scope).without_effect = sorted(unused)
     return request
 
 

@@ -13,6 +13,8 @@ from typing import Any, Final
 from starlette.responses import JSONResponse
 from starlette.types import Scope
 
+from minisgl_gateway.request_state import state_of
+
 GONE: Final = 499
 """The status that proxies use for a request whose client did not wait for the answer."""
 RETRY_AFTER_S: Final = 1
@@ -177,6 +179,5 @@ def error_response(error: ApiError, scope: Scope) -> JSONResponse:
         headers["Connection"] = "close"
     body = error.body
     if is_anthropic(scope["path"]):
-        state = scope["state"]
-        body = error.anthropic_body(state["callers_id"] or state["request_id"])
+        body = error.anthropic_body(state_of(scope).told_id)
     return JSONResponse(body, status_code=error.status, headers=headers)

@@ -19,6 +19,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from minisgl_gateway.errors import GONE, ApiError, error_response, shutting_down
+from minisgl_gateway.request_state import state_of
 from minisgl_gateway.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
@@ -134,7 +135,7 @@ class EventStream(Response):
                 pump.result()
             else:
                 logger.info("%s: the client went away", self._request_id)
-                scope["state"]["outcome"] = GONE
+                state_of(scope).outcome = GONE
         except asyncio.CancelledError:
             await ended(pump, gone)
             await self._fail(shutting_down(), scope, receive, send)
@@ -163,7 +164,7 @@ class EventStream(Response):
         """Report an error: by the status, if that has not been sent yet, else as the last event."""
         logger.info("%s: %s", self._request_id, error.story)
         if self._started:
-            scope["state"]["outcome"] = error.status
+            state_of(scope).outcome = error.status
             await send({"type": "http.response.body", "body": self._failing(error)})
         else:
             await error_response(error, scope)(scope, receive, send)

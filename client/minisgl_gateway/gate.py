@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from minisgl_gateway.errors import GONE, ApiError, error_response, is_anthropic, shutting_down
 from minisgl_gateway.gateway_options import GatewayOptions
 from minisgl_gateway.keys import Keys
+from minisgl_gateway.request_state import RequestState
 from minisgl_gateway.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
@@ -43,14 +44,7 @@ _SANE_ID: Final = re.compile(rb"[!-~]{1,128}")
 
 
 class Gate:
-    """Wraps the application.
-
-    For a route, ``scope["state"]`` has the ``caller``; ``deadline_s``, the reading of
-    ``time.monotonic`` at which the request must have ended; and ``callers_id``, the id that the
-    caller sent, or ""; and ``request_id``, which goes into the headers of the answer if the caller
-    sent none. The route replaces it by the id of its answer, and adds ``without_effect``, names of
-    parameters, and ``outcome``, the status of a stream that fails after its start.
-    """
+    """Wraps the application, whose routes find a ``RequestState`` in the scope."""
 
     def __init__(
         self, app: ASGIApp, options: GatewayOptions, keys: Keys, telemetry: Telemetry
@@ -67,10 +61,12 @@ class Gate:
         # a HEAD is treated as a GET; the server drops the body
         method = "GET" if scope["method"] == "HEAD" else scope["method"]
         scope = {**scope, "method": method, "path": scope["path"].rstrip("/") or "/"}
-        state = scope.setdefault("state", {})
-        callers_id = _callers_id(scope["headers"])
-        state["callers_id"] = callers_id.decode()
-        state["request_id"] = f"req_{uuid.uuid4().hex}"
+        state = RequestState(
+            time.monotonic() + self._options.timeout_s,
+            _callers_id(scope["headers"]),
+            f"req_{uuid.uuid4().hex}",
+        )
+        state.enter(scope)
         status = GONE
 
         async def watched_send(message: Message) -> None:
@@ -78,11 +74,11 @@ class Gate:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 headers = list(message["headers"])
-                request_id = callers_id or state["request_id"].encode()
+                request_id = state.told_id.encode()
                 headers.append((REQUEST_ID.lower().encode(), request_id))
                 if is_anthropic(scope["path"]):
                     headers.append((ANTHROPIC_REQUEST_ID.encode(), request_id))
-                if names := state.get("without_effect"):
+                if names := state.without_effect:
                     headers.append((WITHOUT_EFFECT.lower().encode(), ", ".join(names).encode()))
                 message = {**message, "headers": headers}
             await send(message)
@@ -90,7 +86,7 @@ class Gate:
         started_s = time.perf_counter()
         with self._telemetry.open_requests.track_inprogress():
             try:
-                await self._pass(scope, receive, watched_send)
+                await self._pass(scope, state, receive, watched_send)
             except ApiError as error:
                 await error_response(error, scope)(scope, receive, watched_send)
             except asyncio.CancelledError:
@@ -99,16 +95,15 @@ class Gate:
             finally:
                 seconds = time.perf_counter() - started_s
                 route = getattr(scope.get("route"), "path", "other")
-                status = state.get("outcome", status)
+                status = status if state.outcome is None else state.outcome
                 self._telemetry.requests.labels(route, str(status)).inc()
                 self._telemetry.request_seconds.labels(route).observe(seconds)
-                ids = [state["request_id"]]
-                if callers_id:
-                    ids.append(f"({callers_id.decode()})")
+                ids = [state.request_id]
+                if state.callers_id:
+                    ids.append(f"({state.callers_id})")
                 logger.info("%s: %s %d in %.3f s", " ".join(ids), route, status, seconds)
 
-    async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
-        deadline_s = time.monotonic() + self._options.timeout_s
+    async def _pass(self, scope: Scope, state: RequestState, receive: Receive, send: Send) -> None:
         headers = scope["headers"]
         if (
             sum(len(name) + len(value) + 4 for name, value in headers)
@@ -120,9 +115,7 @@ class Gate:
                 code="headers_too_large",
             )
         if scope["path"] not in OPEN_PATHS:
-            state = scope["state"]
-            state["caller"] = self._keys.caller(headers)
-            state["deadline_s"] = deadline_s
+            state.caller = self._keys.caller(headers)
         most_body = self._options.max_body_bytes
         num_bytes = 0
         whole = False
@@ -131,7 +124,7 @@ class Gate:
             nonlocal num_bytes, whole
             if whole:
                 return await receive()
-            patience_s = min(self._options.patience_s, deadline_s - time.monotonic())
+            patience_s = min(self._options.patience_s, state.left_s)
             try:
                 message = await asyncio.wait_for(receive(), patience_s)
             except asyncio.TimeoutError:
@@ -147,7 +140,7 @@ class Gate:
         await self._app(scope, bounded_receive, send)
 
 
-def _callers_id(headers: Sequence[tuple[bytes, bytes]]) -> bytes:
-    """The id that the caller gives its request; b"" if there is none fit for a log."""
+def _callers_id(headers: Sequence[tuple[bytes, bytes]]) -> str:
+    """The id that the caller gives its request; "" if there is none fit for a log."""
     given = [value for name, value in headers if name == b"x-request-id"]
-    return given[0] if len(given) == 1 and _SANE_ID.fullmatch(given[0]) else b""
+    return given[0].decode() if len(given) == 1 and _SANE_ID.fullmatch(given[0]) else ""

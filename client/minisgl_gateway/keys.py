@@ -11,19 +11,11 @@ from __future__ import annotations
 import hashlib
 import hmac
 from collections.abc import Container, Iterable, Sequence
-from dataclasses import dataclass
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
 from minisgl_gateway.errors import ApiError
-
-
-@dataclass(frozen=True, slots=True)
-class Caller:
-    """Whose request it is; both are "" if no keys are in use."""
-
-    label: str = ""
-    salt: str = ""
+from minisgl_gateway.request_state import Caller
 
 
 class Keys:

@@ -27,6 +27,7 @@ from minisgl_gateway.conversion import lookup_of
 from minisgl_gateway.engine_errors import api_error
 from minisgl_gateway.errors import deadline_passed, no_model
 from minisgl_gateway.gateway_options import GatewayOptions
+from minisgl_gateway.request_state import state_of
 from minisgl_gateway.schema import DetokenizeRequest, TokenizeRequest
 from minisgl_gateway.servers import Engine
 
@@ -224,5 +225,4 @@ class Lookups:
 
 def _left_ms(http: Request) -> int:
     """The time left until the deadline of a request."""
-    left_s: float = http.scope["state"]["deadline_s"] - time.monotonic()
-    return max(1, round(left_s * 1000))
+    return max(1, round(state_of(http.scope).left_s * 1000))

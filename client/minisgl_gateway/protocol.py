@@ -22,6 +22,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from minisgl_gateway.errors import ApiError
 from minisgl_gateway.gateway_options import GatewayOptions
+from minisgl_gateway.request_state import id_in_log
 from minisgl_gateway.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
@@ -207,7 +208,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _cut(self) -> None:
         state = {} if self._answered is None else self._answered.scope["state"]
-        logger.warning("%s: the answer is not read; cut", state.get("request_id", "-"))
+        logger.warning("%s: the answer is not read; cut", id_in_log(state))
         self.slow_readers.inc()
         self.transport.abort()
 

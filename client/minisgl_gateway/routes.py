@@ -12,12 +12,12 @@ from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 
 from minisgl_gateway.errors import ApiError, shown, unsupported
-from minisgl_gateway.keys import Caller
 from minisgl_gateway.lookups import Lookups
 from minisgl_gateway.messages import translation as messages_api
 from minisgl_gateway.messages.answer import CountedTokens
 from minisgl_gateway.messages.rendering import MessagesRenderer
 from minisgl_gateway.messages.schema import CountTokensRequest, MessagesRequest
+from minisgl_gateway.request_state import state_of
 from minisgl_gateway.responses import answer as schema
 from minisgl_gateway.responses import translation as responses_api
 from minisgl_gateway.responses.memory import Kept, ResponseMemory
@@ -37,7 +37,7 @@ class ResponsesRoutes:
     async def create(self, http: Request) -> HttpResponse:
         """POST /v1/responses."""
         request = await self._service.received(ResponsesRequest, http)
-        label = _caller(http).label
+        label = state_of(http.scope).caller.label
         messages = self._messages(label, request)
 
         def keep(response: schema.Response) -> None:
@@ -52,7 +52,7 @@ class ResponsesRoutes:
     async def count_tokens(self, http: Request) -> schema.CountedInput:
         """POST /v1/responses/input_tokens."""
         request = await self._service.received(InputTokensRequest, http)
-        messages = self._messages(_caller(http).label, request)
+        messages = self._messages(state_of(http.scope).caller.label, request)
         chat = responses_api.counted_chat(request, messages)
         tokens = await self._lookups.chat_tokens(http, chat, InputTokensRequest.model_fields)
         return schema.CountedInput(input_tokens=len(tokens.ids))
@@ -66,14 +66,14 @@ class ResponsesRoutes:
             raise unsupported(
                 "include is not supported: a response comes as it was answered", "include"
             )
-        kept = self._memory.find(_caller(http).label, id)
+        kept = self._memory.find(state_of(http.scope).caller.label, id)
         if kept is None:
             raise _not_kept(id)
         return HttpResponse(kept.body, media_type="application/json")
 
     async def delete(self, id: str, http: Request) -> schema.DeletedResponse:
         """DELETE /v1/responses/{id}; raises ``ApiError`` 404."""
-        if not self._memory.remove(_caller(http).label, id):
+        if not self._memory.remove(state_of(http.scope).caller.label, id):
             raise _not_kept(id)
         return schema.DeletedResponse(id=id)
 
@@ -117,7 +117,7 @@ class MessagesRoutes:
         """POST /v1/messages."""
         request = await self._service.received(MessagesRequest, http)
         chat = messages_api.chat_of(request)
-        renderer = MessagesRenderer(request, http.scope["state"]["callers_id"])
+        renderer = MessagesRenderer(request, state_of(http.scope).callers_id)
         return await self._service.answer(http, chat, renderer)
 
     async def count_tokens(self, http: Request) -> CountedTokens:
@@ -126,11 +126,6 @@ class MessagesRoutes:
         chat, fields = messages_api.counted_chat(request), CountTokensRequest.model_fields
         tokens = await self._lookups.chat_tokens(http, chat, fields)
         return CountedTokens(input_tokens=len(tokens.ids))
-
-
-def _caller(http: Request) -> Caller:
-    caller: Caller = http.scope["state"]["caller"]
-    return caller
 
 
 def _not_kept(id: str) -> ApiError:

@@ -46,10 +46,10 @@ from minisgl_gateway.event_stream import (
 )
 from minisgl_gateway.form_schema import form_of
 from minisgl_gateway.gateway_options import GatewayOptions
-from minisgl_gateway.keys import Caller
 from minisgl_gateway.lookups import Lookups
 from minisgl_gateway.parts import AnswerReader, Piece
 from minisgl_gateway.renderers import ChatRenderer, CompletionRenderer, Renderer
+from minisgl_gateway.request_state import state_of
 from minisgl_gateway.schema import ChatCompletionRequest, CompletionRequest
 from minisgl_gateway.servers import Engine
 from minisgl_gateway.strict_schema import Body
@@ -167,7 +167,7 @@ class Service:
         request = await self.received(CompletionRequest, http)
         generations = completion_generations(request, self.policy(http))
         renderer = CompletionRenderer(request)
-        http.scope["state"]["request_id"] = renderer.id
+        state_of(http.scope).request_id = renderer.id
         renderer.echoes = await self._echoes(request, generations)
         readers = [AnswerReader() for _ in range(len(generations) * request.n)]
         _, param = form_of(request)
@@ -208,17 +208,17 @@ class Service:
     async def received(self, kind: type[_Request], http: Request) -> _Request:
         """The request that a caller sends; raises ``ApiError``, also for another ``model``."""
         request = await received(kind, http)
-        http.scope["state"]["adapter"] = await self._adapters.of_model(request.model)
+        state_of(http.scope).adapter = await self._adapters.of_model(request.model)
         return request
 
     async def answer(self, http: Request, chat: Chat, renderer: Renderer) -> Response:
         """The answer to a chat, at once or as a stream; raises ``ApiError``."""
-        state = http.scope["state"]
-        state["request_id"] = renderer.id
+        state = state_of(http.scope)
+        state.request_id = renderer.id
         names = renderer.names
         template = await self._lookups.template(http, chat, renderer.fields, names)
         known = {names.get(name, name) for name in template.unfulfilled}
-        state["without_effect"] = sorted(known.union(state["without_effect"]))
+        state.without_effect = sorted(known.union(state.without_effect))
         generation = chat.generation(self.policy(http), template)
         readers = [chat.reader(template, generation.own_stop) for _ in range(chat.n)]
         of_form = partial(chat.complaint, template.dialect)
@@ -240,9 +240,8 @@ class Service:
         first error ends them all; raises ``ApiError``, which names one of ``fields``: ``prompt`` is
         the one that prompts are of.
         """
-        state = http.scope["state"]
-        state["request_id"] = request_id
-        caller: Caller = state["caller"]
+        state = state_of(http.scope)
+        state.request_id = request_id
         most = min(_AT_ONCE, self._options.max_requests, self._options.max_requests_per_key)
         num_places = min(num_inputs, most)
         places = asyncio.Semaphore(num_places)
@@ -254,7 +253,7 @@ class Service:
                 except MinisglError as error:
                     raise api_error(error, fields, _named(prompt, index, num_inputs)) from error
 
-        with self._admission.admit(caller.label, num_places):
+        with self._admission.admit(state.caller.label, num_places):
             try:
                 return await unless_disconnected(http.receive, gathered(one, num_inputs))
             except Disconnected:
@@ -262,14 +261,13 @@ class Service:
 
     def policy(self, http: Request) -> Policy:
         """What the operator, the caller's key and the deadline add to a request."""
-        state = http.scope["state"]
-        left_s = state["deadline_s"] - time.monotonic()
+        state = state_of(http.scope)
         return Policy(
-            left_s,
+            state.left_s,
             self._options.default_max_tokens,
             self._options.shorten_max_tokens,
-            state["caller"].salt,
-            state["adapter"],
+            state.caller.salt,
+            state.adapter,
         )
 
     async def _echoes(
@@ -293,8 +291,8 @@ class Service:
     async def _answer(self, http: Request, job: _Job, *, stream: bool) -> Response:
         if stream:
             return self._streamed(http, job)
-        caller: Caller = http.scope["state"]["caller"]
-        with self._admission.admit(caller.label, job.num_answers):
+        label = state_of(http.scope).caller.label
+        with self._admission.admit(label, job.num_answers):
             try:
                 results = await unless_disconnected(http.receive, self._results(job))
                 pieces, counts = job.read(results)
@@ -316,7 +314,7 @@ class Service:
         return await gathered(one, len(job.generations))
 
     def _streamed(self, http: Request, job: _Job) -> Response:
-        caller: Caller = http.scope["state"]["caller"]
+        label = state_of(http.scope).caller.label
         counts = Counts()
 
         async def choices(index: int) -> AsyncGenerator[bytes, None]:
@@ -337,7 +335,7 @@ class Service:
                             yield event
 
         async def events() -> AsyncGenerator[bytes, None]:
-            with self._admission.admit(caller.label, job.num_answers):
+            with self._admission.admit(label, job.num_answers):
                 sources = [choices(index) for index in range(len(job.generations))]
                 async with aclosing(merged(sources) if len(sources) > 1 else sources[0]) as merging:
                     async for event in merging:

@@ -16,6 +16,7 @@ from minisgl_gateway.chat import Chat, Template
 from minisgl_gateway.errors import ApiError
 from minisgl_gateway.gateway_options import GatewayOptions
 from minisgl_gateway.lookups import Lookups
+from minisgl_gateway.request_state import RequestState
 from starlette.requests import Request
 
 Variables = dict[str, Any] | None
@@ -58,7 +59,8 @@ def templates(engine: Any, *chats: Chat, left_s: float = 10.0) -> list[Template 
 async def _all(
     found: Lookups, chats: tuple[Chat, ...], left_s: float
 ) -> list[Template | BaseException]:
-    http = Request({"type": "http", "state": {"deadline_s": time.monotonic() + left_s}})
+    http = Request({"type": "http"})
+    RequestState(time.monotonic() + left_s).enter(http.scope)
     asking = [found.template(http, chat, (), {}) for chat in chats]
     return await asyncio.gather(*asking, return_exceptions=True)
 

@@ -34,6 +34,7 @@ from minisgl_gateway.gate import (
     Gate,
 )
 from minisgl_gateway.gateway_options import GatewayOptions
+from minisgl_gateway.health import HealthRoute
 from minisgl_gateway.keys import Keys
 from minisgl_gateway.lookups import Lookups
 from minisgl_gateway.messages.answer import CountedTokens, MessagesAnswer, MessagesErrorAnswer
@@ -43,7 +44,7 @@ from minisgl_gateway.responses.answer import Response as AnsweredResponse
 from minisgl_gateway.responses.memory import ResponseMemory
 from minisgl_gateway.responses.schema import InputTokensRequest, ResponsesRequest
 from minisgl_gateway.retrieval import RetrievalRoutes
-from minisgl_gateway.routes import MessagesRoutes, ResponsesRoutes
+from minisgl_gateway.routes import CompletionRoutes, MessagesRoutes, ResponsesRoutes
 from minisgl_gateway.schema import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -112,12 +113,12 @@ def create_app(options: GatewayOptions, telemetry: Telemetry) -> ASGIApp:
         separate_input_output_schemas=False,
         responses=_RESPONSES,
     )
-    _add_api(app, service, telemetry)
+    _add_completions(app, CompletionRoutes(service, lookups))
     memory = ResponseMemory(options.max_stored_responses, options.max_stored_bytes)
     _add_responses(app, ResponsesRoutes(service, lookups, memory))
     _add_messages(app, MessagesRoutes(service, lookups))
     _add_retrieval(app, RetrievalRoutes(service, lookups, engine))
-    _add_probes(app, service, lookups)
+    _add_probes(app, HealthRoute(engine), lookups, telemetry)
     _add_adapters(app, adapters)
     _add_page(app)
     app.add_exception_handler(ApiError, _on_error)
@@ -142,21 +143,18 @@ def _keys(options: GatewayOptions) -> Keys:
     return Keys(own, options.cors_origins)
 
 
-def _add_api(app: FastAPI, service: Service, telemetry: Telemetry) -> None:
+def _add_completions(app: FastAPI, routes: CompletionRoutes) -> None:
+    """Add OpenAI's APIs of chat completions and completions."""
     app.post(
         "/v1/chat/completions",
         responses={200: answer_of(schema.ChatCompletion)},
         openapi_extra=body_of(ChatCompletionRequest),
-    )(service.chat)
+    )(routes.chat)
     app.post(
         "/v1/completions",
         responses={200: answer_of(schema.Completion)},
         openapi_extra=body_of(CompletionRequest),
-    )(service.completions)
-
-    @app.get("/metrics", response_class=Response)
-    async def metrics() -> Response:
-        return Response(telemetry.text(), media_type=CONTENT_TYPE)
+    )(routes.completions)
 
 
 def _add_responses(app: FastAPI, routes: ResponsesRoutes) -> None:
@@ -206,15 +204,19 @@ def _add_retrieval(app: FastAPI, routes: RetrievalRoutes) -> None:
     )(routes.rerank)
 
 
-def _add_probes(app: FastAPI, service: Service, lookups: Lookups) -> None:
+def _add_probes(app: FastAPI, health: HealthRoute, lookups: Lookups, telemetry: Telemetry) -> None:
     """Add routes for probes and lookups, under OpenAI's and vLLM's names."""
     app.get("/v1/models")(lookups.models)
     app.get("/v1/models/{name:path}")(lookups.model)
     app.post("/tokenize", openapi_extra=body_of(TokenizeRequest))(lookups.tokenize)
     app.post("/detokenize", openapi_extra=body_of(DetokenizeRequest))(lookups.detokenize)
-    app.get("/health")(service.health)
-    app.get("/ping")(service.health)
-    app.post("/ping", include_in_schema=False)(service.health)
+    app.get("/health")(health.health)
+    app.get("/ping")(health.health)
+    app.post("/ping", include_in_schema=False)(health.health)
+
+    @app.get("/metrics", response_class=Response)
+    async def metrics() -> Response:
+        return Response(telemetry.text(), media_type=CONTENT_TYPE)
 
     @app.get("/version")
     async def version() -> schema.Version:

@@ -5,8 +5,8 @@ Each API translates its own schema to a ``Chat``; from there on all share one pa
     schema of an API -> Chat -> Generation (the engine) -> Delta, Result -> Piece -> that API's JSON
 
 A route takes three steps. ``Service.received`` checks the body against a schema derived from
-``strict_schema.Body``; a translation makes the ``Chat``; ``Service.answer`` does the rest, at once
-or as a stream, with an ``AnswerReader`` for each choice (``parts``) and the API's ``Renderer``
+``strict_schema.Body``; a translation makes the ``Chat``; ``Service.answer_chat`` does the rest, at
+once or as a stream, with an ``AnswerReader`` for each choice (``parts``) and the API's ``Renderer``
 (``renderers``). It looks up the properties of the model's chat template, and handles errors before
 and during a stream, clients that leave, limits on requests, and deadlines. Errors are ``ApiError``;
 those of the engine are translated to the API's names (``Renderer.names``). Must not know any API's

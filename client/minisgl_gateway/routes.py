@@ -1,29 +1,91 @@
-"""The routes of the Responses and the Messages API, on top of ``Service``.
+"""The routes that answer: those of completions, of the Responses and of the Messages API.
 
-Must not know how the engine is asked, or how an answer is written (``Renderer``).
+On top of ``Service``. Must not know how the engine is asked, or how an answer is written
+(``Renderer``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from minisgl_client.errors import MinisglError
 from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 
+from minisgl_gateway.answers import Echo
+from minisgl_gateway.chat import Generation
+from minisgl_gateway.conversion import chat_of, completion_generations, num_samples
+from minisgl_gateway.engine_errors import api_error
 from minisgl_gateway.errors import ApiError, shown, unsupported
+from minisgl_gateway.event_stream import gathered
+from minisgl_gateway.form_schema import form_of
+from minisgl_gateway.job import Job, named_prompt
 from minisgl_gateway.lookups import Lookups
 from minisgl_gateway.messages import translation as messages_api
 from minisgl_gateway.messages.answer import CountedTokens
 from minisgl_gateway.messages.rendering import MessagesRenderer
 from minisgl_gateway.messages.schema import CountTokensRequest, MessagesRequest
+from minisgl_gateway.parts import AnswerReader
+from minisgl_gateway.renderers import ChatRenderer, CompletionRenderer
 from minisgl_gateway.request_state import state_of
 from minisgl_gateway.responses import answer as schema
 from minisgl_gateway.responses import translation as responses_api
 from minisgl_gateway.responses.memory import Kept, ResponseMemory
 from minisgl_gateway.responses.rendering import ResponseRenderer
 from minisgl_gateway.responses.schema import InputTokensRequest, ResponsesRequest
+from minisgl_gateway.schema import ChatCompletionRequest, CompletionRequest
 from minisgl_gateway.service import Service
+
+
+class CompletionRoutes:
+    """OpenAI's API of chat completions and completions."""
+
+    def __init__(self, service: Service, lookups: Lookups) -> None:
+        self._service = service
+        self._lookups = lookups
+
+    async def chat(self, http: Request) -> HttpResponse:
+        """POST /v1/chat/completions."""
+        request = await self._service.received(ChatCompletionRequest, http)
+        return await self._service.answer_chat(http, chat_of(request), ChatRenderer(request))
+
+    async def completions(self, http: Request) -> HttpResponse:
+        """POST /v1/completions."""
+        request = await self._service.received(CompletionRequest, http)
+        generations = completion_generations(request, self._service.policy(http))
+        renderer = CompletionRenderer(request)
+        state_of(http.scope).request_id = renderer.id
+        renderer.echoes = await self._echoes(request, generations)
+        readers = [AnswerReader() for _ in range(len(generations) * request.n)]
+        _, param = form_of(request)
+        job = Job(
+            generations,
+            readers,
+            renderer,
+            lambda message: (param, message),
+            request.n,
+            num_samples(request),
+        )
+        return await self._service.answer(http, job, stream=request.stream)
+
+    async def _echoes(
+        self, request: CompletionRequest, generations: Sequence[Generation]
+    ) -> list[Echo | None]:
+        """What comes before each answer, if it is asked for."""
+        if not request.echo:
+            return [None for _ in generations for _ in range(request.n)]
+        scored = request.logprobs is not None
+
+        async def one(index: int) -> Echo:
+            try:
+                return await self._lookups.echo(generations[index], scored=scored)
+            except MinisglError as error:
+                names = named_prompt("prompt", index, len(generations))
+                raise api_error(error, CompletionRequest.model_fields, names) from error
+
+        echoes = await gathered(one, len(generations))
+        return [echo for echo in echoes for _ in range(request.n)]
 
 
 class ResponsesRoutes:
@@ -47,7 +109,7 @@ class ResponsesRoutes:
             self._memory.keep(label, Kept.of(response.id, body, whole, items))
 
         chat = responses_api.chat_of(request, messages)
-        return await self._service.answer(http, chat, ResponseRenderer(request, keep))
+        return await self._service.answer_chat(http, chat, ResponseRenderer(request, keep))
 
     async def count_tokens(self, http: Request) -> schema.CountedInput:
         """POST /v1/responses/input_tokens."""
@@ -118,7 +180,7 @@ class MessagesRoutes:
         request = await self._service.received(MessagesRequest, http)
         chat = messages_api.chat_of(request)
         renderer = MessagesRenderer(request, state_of(http.scope).callers_id)
-        return await self._service.answer(http, chat, renderer)
+        return await self._service.answer_chat(http, chat, renderer)
 
     async def count_tokens(self, http: Request) -> CountedTokens:
         """POST /v1/messages/count_tokens."""

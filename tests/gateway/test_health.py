@@ -9,7 +9,7 @@ import httpx
 import pytest
 from minisgl_client.client import AsyncClient
 from minisgl_client.errors import Unavailable
-from minisgl_gateway import servers, service
+from minisgl_gateway import health, servers
 from minisgl_gateway.app import create_app
 from minisgl_gateway.gateway_options import GatewayOptions
 from minisgl_gateway.telemetry import Telemetry
@@ -33,14 +33,14 @@ class Engine:
 
 def test_one_probe_serves_all_who_ask_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(monkeypatch)
-    monkeypatch.setattr(service, "_PROBED_S", 1e6)
+    monkeypatch.setattr(health, "_PROBED_S", 1e6)
     assert statuses(20) == {200}
     assert engine.num_asked == 1
 
 
 def test_a_probe_is_not_believed_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(monkeypatch)
-    monkeypatch.setattr(service, "_PROBED_S", 0.0)
+    monkeypatch.setattr(health, "_PROBED_S", 0.0)
 
     async def ask() -> list[int]:
         async with gateway() as client:
@@ -69,7 +69,7 @@ def test_a_server_that_hangs_does_not_hide_others(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(AsyncClient, "__init__", init)
     monkeypatch.setattr(AsyncClient, "cancel", cancel)
-    monkeypatch.setattr(service, "_HEALTH_S", 1e6)
+    monkeypatch.setattr(health, "_HEALTH_S", 1e6)
     monkeypatch.setattr(servers, "_PROBE_S", 1e6)
 
     async def ask() -> int:

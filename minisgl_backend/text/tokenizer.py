@@ -129,9 +129,9 @@ class PromptEncoder:
 
     def rendered(self, prompt: Prompt) -> RenderedPrompt:
         """The prompt, rendered if it is a chat."""
-        return self.render(prompt) if isinstance(prompt, MessagesPrompt) else prompt
+        return self.render_chat(prompt) if isinstance(prompt, MessagesPrompt) else prompt
 
-    def render(self, prompt: MessagesPrompt) -> RenderedChat:
+    def render_chat(self, prompt: MessagesPrompt) -> RenderedChat:
         """The text of a chat, by the chat template.
 
         Raises ``InvalidRequest`` or ``Unsupported``.

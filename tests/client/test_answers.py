@@ -87,7 +87,7 @@ def test_whole_and_streamed(server: TritonServer, encoder: PromptEncoder, way: W
     deltas, result = way.stream(server, messages=FRANCE, request_id="parts", **GREEDY)
     assert whole.text == result.text == "".join(delta.text for delta in deltas) == said
     assert (whole.request_id, result.request_id) == ("whole", "parts")
-    num_input_tokens = len(encoder.encode(encoder.render(MessagesPrompt(json.dumps(FRANCE)))))
+    num_input_tokens = len(encoder.encode(encoder.render_chat(MessagesPrompt(json.dumps(FRANCE)))))
     for one in (whole, result):
         assert one.finish_reason == "stop"
         assert isinstance(one.stop_reason, int)
@@ -303,7 +303,7 @@ def test_parameters_whose_effect_is_seen(server: TritonServer, way: Way) -> None
 @all_ways
 def test_prompts_of_each_kind(server: TritonServer, encoder: PromptEncoder, way: Way) -> None:
     said = way.generate(server, messages=FRANCE, **GREEDY)
-    ids = encoder.encode(encoder.render(MessagesPrompt(json.dumps(FRANCE))))
+    ids = encoder.encode(encoder.render_chat(MessagesPrompt(json.dumps(FRANCE))))
     assert ids.dtype == np.int32
     for input_ids in (ids, ids.tolist(), tuple(ids.tolist())):
         assert way.generate(server, input_ids=input_ids, **GREEDY).text == said.text

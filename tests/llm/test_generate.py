@@ -241,7 +241,7 @@ def test_tools_and_template_variables(llm: LLM) -> None:
     assert tooled.num_input_tokens > plain.num_input_tokens
     encoder = PromptEncoder.load(DEMO_MODEL)
     chat = MessagesPrompt('[{"role": "user", "content": "What is the capital of France?"}]')
-    ids = encoder.encode(encoder.render(chat))
+    ids = encoder.encode(encoder.render_chat(chat))
     assert plain.num_input_tokens == len(ids)
 
 

@@ -222,7 +222,7 @@ def test_messages(encoder: PromptEncoder, messages: Any, tools: Any) -> None:
     """One template reads everything in the messages, the other is the demo model's."""
     prompt = MessagesPrompt(json.dumps(messages), None if tools is None else json.dumps(tools))
     try:
-        ids = encoder.encode(encoder.render(prompt))
+        ids = encoder.encode(encoder.render_chat(prompt))
     except RequestError as error:
         check_sentence(error)
     else:

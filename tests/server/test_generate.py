@@ -122,7 +122,7 @@ async def test_grpc_asyncio(server: TritonServer, answer: str) -> None:
 
 
 def test_engine_alone(server: TritonServer, encoder: PromptEncoder, answer: str) -> None:
-    ids = encoder.encode(encoder.render(MessagesPrompt(QUESTION))).tolist()
+    ids = encoder.encode(encoder.render_chat(MessagesPrompt(QUESTION))).tolist()
     values: dict[str, Any] = {"return_finish_reason": True, "return_num_output_tokens": True}
     with Call(server, "llm_engine", input_ids=ids, stream=True, **values, **GREEDY) as call:
         responses = call.all()
@@ -136,7 +136,7 @@ def test_engine_alone(server: TritonServer, encoder: PromptEncoder, answer: str)
 
 
 def test_engine_alone_without_stream(server: TritonServer, encoder: PromptEncoder) -> None:
-    ids = encoder.encode(encoder.render(MessagesPrompt(QUESTION))).tolist()
+    ids = encoder.encode(encoder.render_chat(MessagesPrompt(QUESTION))).tolist()
     output = generate(server, "llm_engine", input_ids=ids, **GREEDY)
     assert len(output["output_ids"]) > 1
 
@@ -144,7 +144,7 @@ def test_engine_alone_without_stream(server: TritonServer, encoder: PromptEncode
 def test_prompts_as_token_ids_and_as_messages_agree(
     server: TritonServer, encoder: PromptEncoder, answer: str
 ) -> None:
-    ids = encoder.encode(encoder.render(MessagesPrompt(QUESTION))).tolist()
+    ids = encoder.encode(encoder.render_chat(MessagesPrompt(QUESTION))).tolist()
     assert generate(server, input_ids=ids, **GREEDY)["text_output"] == answer
 
 
@@ -202,7 +202,7 @@ def test_every_output(
     last = {name: value.reshape(-1) for name, value in responses[-1].items()}
     assert last["finish_reason"].tolist() == [b"stop"]
     assert token_text(encoder.vocabulary, json.loads(last["stop_reason"].item())) == "<|im_end|>"
-    ids = encoder.encode(encoder.render(MessagesPrompt(QUESTION)))
+    ids = encoder.encode(encoder.render_chat(MessagesPrompt(QUESTION)))
     assert last["num_input_tokens"].tolist() == [len(ids)]
     num_tokens = sum(int(response["num_output_tokens"].item()) for response in responses)
     logprobs = [one for r in responses for one in json.loads(r["logprobs"].item())]

@@ -193,10 +193,10 @@ def test_the_dialect_is_that_of_the_template_for_tools(tmp_path: Path) -> None:
         {"name": "tool_use", "template": chat_templates.HERMES_3_TOOL_USE},
     ]
     encoder = encoder_of(tmp_path, templates)
-    without = encoder.render(chat())
+    without = encoder.render_chat(chat())
     assert "<tools>" not in without.text
     assert without.format.tool_dialect == "hermes"
-    with_tools = encoder.render(chat(tools=json.dumps(TOOLS)))
+    with_tools = encoder.render_chat(chat(tools=json.dumps(TOOLS)))
     assert "<tools>" in with_tools.text
     assert with_tools.format.tool_dialect == "hermes"
 

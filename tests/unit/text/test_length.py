@@ -76,7 +76,7 @@ def test_tokens_and_chats_that_are_too_long() -> None:
     assert len(SHORT.encode(TokenPrompt(ids[1:]))) == CONTEXT
     with pytest.raises(InvalidRequest, match="bytes does not fit the context of 50"):
         SHORT.encode(
-            SHORT.render(MessagesPrompt('[{"role": "user", "content": "%s"}]' % ("a" * 5000)))
+            SHORT.render_chat(MessagesPrompt('[{"role": "user", "content": "%s"}]' % ("a" * 5000)))
         )
 
 

@@ -85,8 +85,8 @@ def test_the_template_of_a_multi_modal_checkpoint(tmp_path: Path) -> None:
     other = tmp_path / "chat_template.json"
     other.write_text(json.dumps({"chat_template": "{{ messages[0].content }}?"}))
     without = PromptEncoder.load(folder(tmp_path, template=None))
-    assert without.render(chat("a")).text == "a?"
-    assert PromptEncoder.load(folder(tmp_path)).render(chat("a")).text != "a?"
+    assert without.render_chat(chat("a")).text == "a?"
+    assert PromptEncoder.load(folder(tmp_path)).render_chat(chat("a")).text != "a?"
     other.write_text(json.dumps({"chat_template": ["a"]}))
     with pytest.raises(ConfigError, match=r"chat_template\.json: chat_template must be a string"):
         PromptEncoder.load(folder(tmp_path, template=None))
@@ -161,9 +161,9 @@ def test_templates_by_name(tmp_path: Path) -> None:
     ]
     encoder = PromptEncoder.load(folder(tmp_path, template=named))
     messages = chat("a").messages
-    assert encoder.render(MessagesPrompt(messages)).text == "plain"
-    assert encoder.render(MessagesPrompt(messages, "[]")).text == "plain"
-    assert encoder.render(MessagesPrompt(messages, "[{}, {}]")).text == "with 2"
+    assert encoder.render_chat(MessagesPrompt(messages)).text == "plain"
+    assert encoder.render_chat(MessagesPrompt(messages, "[]")).text == "plain"
+    assert encoder.render_chat(MessagesPrompt(messages, "[{}, {}]")).text == "with 2"
 
 
 def test_as_transformers_does(demo: PromptEncoder) -> None:
@@ -240,8 +240,8 @@ def test_what_is_wrong_is_named(encoder: PromptEncoder, prompt: Any, message: st
 
 def test_parts_of_text(encoder: PromptEncoder, demo: PromptEncoder) -> None:
     parts = chat([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}])
-    assert encoder.render(parts).text == "<|start|>a\nb"
-    assert "user\nab<|im_end|>" in demo.render(parts).text  # its template reads parts itself
+    assert encoder.render_chat(parts).text == "<|start|>a\nb"
+    assert "user\nab<|im_end|>" in demo.render_chat(parts).text  # its template reads parts itself
 
 
 def test_images_are_not_offered(encoder: PromptEncoder) -> None:
@@ -258,7 +258,7 @@ def test_calls_of_tools(tmp_path: Path) -> None:
     arguments = ['{"where": "Paris"}', {"where": "Rome"}, "{broken", "[1]"]
     calls = [{"function": {"arguments": a}} for a in arguments] + [{"function": {}}]
     message = {"role": "assistant", "content": None, "tool_calls": calls}
-    assert encoder.render(MessagesPrompt(json.dumps([message]))).text == "Paris;Rome;;;;"
+    assert encoder.render_chat(MessagesPrompt(json.dumps([message]))).text == "Paris;Rome;;;;"
 
 
 @pytest.mark.parametrize("arguments", ["", " \n", "{}"])
@@ -266,7 +266,7 @@ def test_a_call_without_arguments_has_an_empty_object(tmp_path: Path, arguments:
     source = "{{ messages[0].tool_calls[0].function.arguments.items() | list }}"
     encoder = PromptEncoder.load(folder(tmp_path, template=source))
     called = chat("a", tool_calls=[{"function": {"arguments": arguments}}])
-    assert encoder.render(called).text == "[]"
+    assert encoder.render_chat(called).text == "[]"
 
 
 @pytest.mark.parametrize(
@@ -288,7 +288,7 @@ def test_arguments_in_a_string_are_checked_as_if_they_were_an_object(
 
 def test_tool_calls_of_another_shape_are_the_templates_business(encoder: PromptEncoder) -> None:
     for calls in (5, [5], [{"function": 5}]):
-        assert encoder.render(chat("a", tool_calls=calls)).text == "<|start|>a"
+        assert encoder.render_chat(chat("a", tool_calls=calls)).text == "<|start|>a"
 
 
 def test_the_limit_on_bytes_comes_first(tmp_path: Path) -> None:

@@ -37,15 +37,14 @@ from minisgl_backend.errors import (
     shutting_down,
 )
 from minisgl_backend.grammar.complaints import one_line
+from minisgl_backend.grammar.guidance import TokenizerFacts, new_matcher
 from minisgl_backend.grammar.vetting import (
     LONG,
     NUM_WORKERS,
     QUICK,
     Budget,
     TakesLonger,
-    TokenizerFacts,
     Vetting,
-    new_matcher,
 )
 from minisgl_backend.request import Grammar, GrammarKind, TokenId
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher
 
 from minisgl_backend.config import DEMO_MODEL
-from minisgl_backend.grammar.vetting import TokenizerFacts
+from minisgl_backend.grammar.guidance import TokenizerFacts
 from minisgl_backend.request import FinishReason, Grammar, GrammarKind, SamplingParams
 from minisgl_backend.text.detokenizer import TextStream
 from minisgl_backend.text.tokenizer_files import load_definition, load_vocabulary

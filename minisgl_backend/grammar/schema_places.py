@@ -10,15 +10,12 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from minisgl_backend.grammar.lark import quoted
-from minisgl_backend.grammar.schemas import DATA, NAMES, says_nothing
+from minisgl_backend.grammar.schemas import DATA, FURTHER, LISTS, NAMES, says_nothing
 
 _MOST_PLACES: Final = 5
 _MOST_OF_PLACES: Final = 100
 _SCHEMAS: Final = ("items", "schema", "json_schema")
-_FURTHER: Final = ("additionalItems", "additionalProperties")
-_LISTS: Final = ("allOf", "anyOf", "oneOf", "prefixItems")
-"""Keywords whose values are a schema, one for what other keywords do not name, or lists of them;
-two are those of structural tags."""
+"""Keywords whose values are schemas; two are those of structural tags."""
 
 
 def keywords(schema: Any) -> Iterator[tuple[str, str, Any]]:
@@ -40,7 +37,7 @@ def keywords(schema: Any) -> Iterator[tuple[str, str, Any]]:
 def false_schemas(schema: Any) -> Iterator[str]:
     """The places of the schemas ``false``, except those that only forbid further properties or
     items."""
-    return (place for key, place, one in _inner(schema) if one is False and key not in _FURTHER)
+    return (place for key, place, one in _inner(schema) if one is False and key not in FURTHER)
 
 
 def no_schemas(schema: Any) -> Iterator[str]:
@@ -53,9 +50,9 @@ def _inner(schema: Any) -> Iterator[tuple[str, str, Any]]:
     for place, key, value in keywords(schema):
         if key in NAMES and isinstance(value, dict):
             yield from ((key, f"{place}/{escaped(name)}", one) for name, one in value.items())
-        elif key in _LISTS and isinstance(value, list):
+        elif key in LISTS and isinstance(value, list):
             yield from ((key, f"{place}/{at}", one) for at, one in enumerate(value))
-        elif key in _SCHEMAS or key in _FURTHER:
+        elif key in _SCHEMAS or key in FURTHER:
             yield key, place, value
 
 

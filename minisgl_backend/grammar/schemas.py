@@ -34,6 +34,10 @@ ANYWHERE: Final = frozenset({"type", "$schema", *DEFINITIONS})
 """Keywords beside which any others of a type may stand."""
 NAMES: Final = ("properties", "patternProperties", *DEFINITIONS)
 """Keywords whose objects have names in place of keywords."""
+LISTS: Final = ("allOf", "anyOf", "oneOf", "prefixItems")
+"""Keywords whose values are lists of schemas."""
+FURTHER: Final = ("additionalItems", "additionalProperties")
+"""Keywords whose values are schemas for what other keywords do not name."""
 DATA: Final = ("const", "enum", "default", "examples")
 """Keywords whose values are data, in which nothing is a keyword."""
 NOT_NUL: Final = r"[^\x00"
@@ -45,8 +49,6 @@ _LOOKS_AROUND: Final = re.compile(
 )
 """What looks around or back in a pattern; or an escaped character or a class, in which nothing
 does."""
-_LISTS: Final = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
-_SCHEMAS: Final = ("items", "additionalItems", "additionalProperties")
 _ANNOTATIONS: Final = frozenset(
     {"title", "description", "default", "examples", "deprecated", "$comment"}
 )
@@ -186,9 +188,9 @@ def _inside(key: str, value: Any, root: Schema, depth: int) -> Any:
                 spelled(name): _plain(one, root, depth) if isinstance(one, dict) else one
                 for name, one in value.items()
             }
-        if key in _SCHEMAS:
+        if key == "items" or key in FURTHER:
             return _plain(value, root, depth)
-    elif isinstance(value, list) and key in _LISTS:
+    elif isinstance(value, list) and (key == "items" or key in LISTS):
         return [_plain(one, root, depth) if isinstance(one, dict) else one for one in value]
     return value
 

@@ -252,6 +252,36 @@ class PromptLogprobs:
             np.concatenate([part.alternatives for part in parts]),
         )
 
+    def to_bytes(self) -> bytes:
+        """The arrays, one after another in the order of the fields, as little-endian numbers of
+        four bytes."""
+        arrays = (
+            self.token_ids.astype("<i4"),
+            self.logprobs.astype("<f4"),
+            self.ranks.astype("<i4"),
+            self.alternative_ids.astype("<i4"),
+            self.alternatives.astype("<f4"),
+        )
+        return b"".join([array.tobytes() for array in arrays])
+
+    @classmethod
+    def from_bytes(cls, raw: bytes, num_alternatives: int) -> PromptLogprobs:
+        """What ``to_bytes`` was called on. Raises ``ValueError`` for any other bytes."""
+        words = np.frombuffer(raw, "<i4")  # raises if a number is incomplete
+        num_tokens, rest = divmod(len(words), 3 + 2 * num_alternatives)
+        if rest:
+            raise ValueError
+        borders = np.cumsum([num_tokens, num_tokens, num_tokens, num_alternatives * num_tokens])
+        token_ids, logprobs, ranks, ids, alternatives = np.split(words, borders)
+        shape = (num_tokens, num_alternatives)
+        return cls(
+            token_ids,
+            logprobs.view("<f4"),
+            ranks,
+            ids.reshape(shape),
+            alternatives.view("<f4").reshape(shape),
+        )
+
     def tokens(self) -> list[TokenLogprobs]:
         """The same values, token by token."""
         alternatives = zip(self.alternative_ids.tolist(), self.alternatives.tolist(), strict=True)

@@ -88,8 +88,6 @@ _ERRORS: Final[Mapping[str, type[MiniSGLError]]] = MappingProxyType(
         if isinstance(error, type) and issubclass(error, MiniSGLError)
     }
 )
-_PROMPT_LOGPROBS: Final = (np.int32, np.float32, np.int32, np.int32, np.float32)
-"""The types of the fields of ``PromptLogprobs``."""
 
 
 def send(connection: socket.socket, message: Message) -> None:
@@ -200,8 +198,8 @@ def encode_event(request_id: RequestId, event: Event) -> Update:
     if isinstance(event, Admitted):
         return ["a", request_id, event.num_cached_tokens]
     if isinstance(event, PromptLogprobs):
-        arrays = [_bytes(getattr(event, spec.name)) for spec in fields(event)]
-        return ["p", request_id, event.alternatives.shape[1], arrays]
+        text = base64.b64encode(event.to_bytes()).decode()
+        return ["p", request_id, event.alternatives.shape[1], text]
     if isinstance(event, Embedded):
         return ["v", request_id, _bytes(event.vector)]
     if isinstance(event, Finished):
@@ -222,14 +220,8 @@ def _decode_token(token_id: int, is_last: bool, logprobs: list[Any] | None) -> G
     return Generated(token_id, found, is_last)
 
 
-def _decode_prompt_logprobs(num_alternatives: int, arrays: Sequence[str]) -> PromptLogprobs:
-    token_ids, logprobs, ranks, alternative_ids, alternatives = (
-        _array(text, kind) for text, kind in zip(arrays, _PROMPT_LOGPROBS, strict=True)
-    )
-    shape = len(token_ids), num_alternatives
-    return PromptLogprobs(
-        token_ids, logprobs, ranks, alternative_ids.reshape(shape), alternatives.reshape(shape)
-    )
+def _decode_prompt_logprobs(num_alternatives: int, text: str) -> PromptLogprobs:
+    return PromptLogprobs.from_bytes(base64.b64decode(text), num_alternatives)
 
 
 def _decode_finished(reason: str, stop_token_id: int | None) -> Finished:

@@ -16,8 +16,7 @@ A packet is JSON in the tensor ``chunk``:
     "t": [arrival, first scheduled, first token, last token] in ns since 1970, if asked for
 
 Outside of "m", "o", "l" and "f" are those of the first sample. Prompts can be long, so "p" has the
-arrays of a ``PromptLogprobs``, one after another in the order of its fields, as little-endian
-numbers of four bytes.
+bytes of a ``PromptLogprobs``.
 
 A packet is a single tensor with short keys because every response pays for it: each further tensor,
 and each string in one, would cost more than this text. Clients can call the detokenizer directly,
@@ -173,7 +172,8 @@ def encode_packet(packet: Packet) -> bytes:
     if packet.num_cached_tokens is not None:
         body["c"] = packet.num_cached_tokens
     if (scored := packet.prompt_logprobs) is not None:
-        body["p"] = _encode_prompt_logprobs(scored)
+        text = base64.b64encode(scored.to_bytes()).decode()
+        body["p"] = scored.alternatives.shape[1], text
     if packet.embedding is not None:
         body["v"] = base64.b64encode(packet.embedding.astype("<f4").tobytes()).decode()
     if (error := packet.error) is not None:
@@ -269,35 +269,9 @@ def _decode_logprobs(one: list[Any]) -> TokenLogprobs:
     return TokenLogprobs(_logprob(logprob), _int(rank), pairs)
 
 
-def _encode_prompt_logprobs(scored: PromptLogprobs) -> tuple[int, str]:
-    arrays = (
-        scored.token_ids.astype("<i4"),
-        scored.logprobs.astype("<f4"),
-        scored.ranks.astype("<i4"),
-        scored.alternative_ids.astype("<i4"),
-        scored.alternatives.astype("<f4"),
-    )
-    raw = b"".join([array.tobytes() for array in arrays])
-    return scored.alternatives.shape[1], base64.b64encode(raw).decode()
-
-
 def _decode_prompt_logprobs(num_alternatives: Any, text: Any) -> PromptLogprobs:
-    width = _unsigned(num_alternatives, 16)
     raw = base64.b64decode(_str(text), validate=True)
-    words = np.frombuffer(raw, "<i4")  # raises ValueError if a number is incomplete
-    num_tokens, rest = divmod(len(words), 3 + 2 * width)
-    if rest:
-        raise ValueError
-    borders = np.cumsum([num_tokens, num_tokens, num_tokens, width * num_tokens])
-    token_ids, logprobs, ranks, ids, alternatives = np.split(words, borders)
-    shape = (num_tokens, width)
-    return PromptLogprobs(
-        token_ids,
-        logprobs.view("<f4"),
-        ranks,
-        ids.reshape(shape),
-        alternatives.view("<f4").reshape(shape),
-    )
+    return PromptLogprobs.from_bytes(raw, _unsigned(num_alternatives, 16))
 
 
 def _decode_embedding(text: Any) -> FloatArray:

@@ -184,9 +184,7 @@ def _parameters(
         raise invalid(f"{name} must be >= 1 without {' or '.join(of_prompt)}, got 0", name)
     if request.prompt_logprobs is not None and request.stream:
         raise unsupported("prompt_logprobs is not supported with stream", "prompt_logprobs")
-    given: dict[str, Any] = {
-        name: getattr(request, name) for name in _SAME if name in request.model_fields_set
-    }
+    given = request.given(*_SAME)
     if request.seed is not None:
         given["seed"] = request.seed % 2**64
     if request.prompt_logprobs is not None:

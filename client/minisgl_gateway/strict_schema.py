@@ -88,6 +88,10 @@ class Body(Strict):
     without_effect: ClassVar[frozenset[str]] = frozenset()
     """Fields that are accepted with any value, and named in a header of the answer."""
 
+    def given(self, *names: str) -> dict[str, Any]:
+        """Those of the fields of these names that the caller gives."""
+        return {name: getattr(self, name) for name in names if name in self.model_fields_set}
+
 
 class PromptCacheOptions(Strict):
     """How long prefixes are to stay; here they stay while there is room."""

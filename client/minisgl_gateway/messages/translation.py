@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from minisgl_client.parameters import Parameters
 
@@ -61,13 +61,9 @@ def chat_of(request: MessagesRequest) -> Chat:
     chat = counted_chat(request)
     if isinstance(request.messages[-1], AssistantTurn):
         raise invalid("the last message must not be the assistant's: none is continued", "messages")
-    parameters = Parameters()
-    for name in ("temperature", "top_p", "top_k"):
-        if name in request.model_fields_set:
-            parameters[name] = getattr(request, name)
     return replace(
         chat,
-        parameters=parameters,
+        parameters=cast(Parameters, request.given("temperature", "top_p", "top_k")),
         max_tokens=request.max_tokens,
         stop=request.stop_sequences or (),
         stop_param="stop_sequences",

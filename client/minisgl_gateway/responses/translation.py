@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, cast
 
 from minisgl_client.parameters import Parameters
 from pydantic import TypeAdapter
@@ -68,10 +68,7 @@ def chat_of(request: ResponsesRequest, messages: Sequence[Mapping[str, Any]]) ->
     if request.stream_options is not None and not request.stream:
         raise invalid("stream_options goes with stream", "stream_options")
     chat = counted_chat(request, messages)
-    parameters = Parameters()
-    for name in ("temperature", "top_p"):
-        if name in request.model_fields_set:
-            parameters[name] = getattr(request, name)
+    parameters = cast(Parameters, request.given("temperature", "top_p"))
     if (num_logprobs := logprobs_of(request)) is not None:
         parameters["num_logprobs"] = num_logprobs
     return replace(

@@ -12,15 +12,15 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Final
 
-from fastapi import Request
 from minisgl_client.answer import LoraAdapter
 from minisgl_client.errors import InvalidArgument, MinisglError
 from pydantic import Field
+from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from minisgl_gateway.body import received
 from minisgl_gateway.engine_errors import api_error
-from minisgl_gateway.errors import ApiError, no_model, shown
+from minisgl_gateway.errors import ApiError, invalid, no_model, shown
 from minisgl_gateway.gateway_options import GatewayOptions
 from minisgl_gateway.keys import Keys
 from minisgl_gateway.request_state import state_of
@@ -96,11 +96,8 @@ class Adapters:
         self._check_operator(http)
         request = await received(LoadAdapterRequest, http)
         if request.lora_name == self._base:
-            raise ApiError(
-                400,
-                f"lora_name must not be {shown(self._base)}, the base model's",
-                code="invalid_value",
-                param="lora_name",
+            raise invalid(
+                f"lora_name must not be {shown(self._base)}, the base model's", "lora_name"
             )
         try:
             self._keep(await self._engine.load_adapter(request.lora_name, request.lora_path))

@@ -11,11 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from email.message import Message
 from typing import Any, Final, TypeVar
 
-from fastapi import Request
 from minisgl_client import strict_json
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
 
 from minisgl_gateway.errors import ApiError, client_gone, invalid, shown, unsupported
 from minisgl_gateway.request_state import state_of

@@ -14,9 +14,9 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from fastapi import Request
 from minisgl_client.answer import ChatFormat, Tokens
 from minisgl_client.errors import InvalidArgument, MinisglError
+from starlette.requests import Request
 
 from minisgl_gateway import answer_schema as schema
 from minisgl_gateway.adapters import Adapters

@@ -42,6 +42,10 @@ _OWN_WORDS: Final[Mapping[re.Pattern[str], str]] = MappingProxyType(
         re.compile(r"min/maxProperties only supported when .*"): (
             "minProperties and maxProperties are supported only if all properties are required"
         ),
+        # its numbers are those that are left after the required ones
+        re.compile(r"minProperties \(\d+\) is greater than number of properties.*"): (
+            "minProperties is greater than the number of properties"
+        ),
         re.compile(r"Expected f64 for"): "Expected number for",
     }
 )

@@ -503,6 +503,12 @@ def test_a_section_of_tokens_that_there_are_not(grammars: Grammars, section: Any
         ),
         (
             "json_schema",
+            {"type": "object", "properties": {"a": {}}, "required": ["a"]}
+            | {"additionalProperties": False, "minProperties": 2},
+            "Unsatisfiable schema: minProperties is greater than the number of properties$",
+        ),
+        (
+            "json_schema",
             {"properties": {"a": {"minLength": -1}, "b": {"minLength": 0}}},
             "integer for 'minLength', got -1, at #/properties/a/minLength$",
         ),

@@ -15,7 +15,6 @@ JSON, or how a server is reached.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -30,54 +29,11 @@ from minisgl_gateway.channels import ChannelReader
 from minisgl_gateway.dialects.base import Dialect, DialectName
 from minisgl_gateway.dialects.choice import dialect_of
 from minisgl_gateway.errors import invalid
+from minisgl_gateway.generation import MAX_STOPS, Generation, Policy, shared_parameters
 from minisgl_gateway.parts import AnswerReader
 from minisgl_gateway.tagged_values import kinds_of
 from minisgl_gateway.thinking import ThinkingReader
 from minisgl_gateway.tools import Calls, Tool
-
-MAX_STOPS: Final = 16
-NO_LIMIT: Final = -1
-"""``max_tokens`` that asks for as many tokens as there is room for, as in llama.cpp."""
-_MOST_TOKENS: Final = 2**31 - 1
-"""The largest ``max_tokens`` that the engine takes."""
-
-
-@dataclass(frozen=True, slots=True)
-class Generation:
-    """A prompt in one of three forms, and its parameters, including the number of choices.
-
-    ``own_stop`` is the stop string that the gateway has added to end the answer after its first
-    call.
-    """
-
-    parameters: Parameters
-    prompt: str | None = None
-    input_ids: Sequence[int] | None = None
-    messages: Sequence[Mapping[str, Any]] | None = None
-    tools: Sequence[Mapping[str, Any]] | None = None
-    own_stop: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """What the operator and the caller's key add to each request.
-
-    ``chat_tokens`` is the default ``max_tokens`` of a chat. With ``shortens``, a ``max_tokens``
-    that does not fit the context is lowered instead of refused. ``salt`` separates the cached
-    prefixes of one key from those of others. ``adapter`` is the LoRA adapter that the request names
-    as its model.
-    """
-
-    timeout_s: float
-    chat_tokens: int
-    shortens: bool = False
-    salt: str = ""
-    adapter: str | None = None
-
-    @property
-    def timeout_ms(self) -> int:
-        """The time that the engine is given, which is never none."""
-        return max(1, round(self.timeout_s * 1000))
 
 
 class Rendering(NamedTuple):
@@ -384,41 +340,8 @@ def _known(chat_format: ChatFormat | None) -> Collection[str]:
 _KNOWN_TO_MOST: Final = frozenset({"enable_thinking"})
 
 
-def shared_parameters(
-    policy: Policy,
-    max_tokens: int | None,
-    default_tokens: int,
-    *,
-    cache_salt: str | None,
-    tells_counts: bool,
-) -> Parameters:
-    """What chats and completions ask for in the same way; the engine's defaults are OpenAI's."""
-    is_bounded = max_tokens is not None and max_tokens != NO_LIMIT
-    if max_tokens is None:
-        max_tokens = default_tokens
-    adapter = Parameters() if policy.adapter is None else Parameters(lora_name=policy.adapter)
-    return Parameters(
-        **adapter,
-        max_tokens=_MOST_TOKENS if max_tokens == NO_LIMIT else max_tokens,
-        fit_max_tokens=policy.shortens or not is_bounded,
-        cache_salt=common_salt(policy.salt, cache_salt),
-        timeout_ms=policy.timeout_ms,
-        return_stop_reason=False,
-        return_num_input_tokens=tells_counts,
-        return_num_output_tokens=tells_counts,
-        return_num_cached_tokens=tells_counts,
-    )
-
-
 def content_of(texts: Sequence[str]) -> str | list[dict[str, str]]:
     """A message's content for chat templates: a text, or a list of parts if there are several."""
     if len(texts) > 1:
         return [{"type": "text", "text": text} for text in texts]
     return texts[0] if texts else ""
-
-
-def common_salt(of_key: str, of_request: str | None) -> str | None:
-    """A salt with which only requests of the same key and with the same salt share prefixes."""
-    if not of_key or not of_request:
-        return of_key or of_request
-    return hashlib.sha256(f"{of_key} {of_request}".encode()).hexdigest()

@@ -10,9 +10,10 @@ from typing import Any, Final, cast
 
 from minisgl_client.parameters import Parameters, StructuredOutputs
 
-from minisgl_gateway.chat import Chat, Generation, Policy, shared_parameters
+from minisgl_gateway.chat import Chat
 from minisgl_gateway.errors import invalid, unsupported
 from minisgl_gateway.form_schema import form_of
+from minisgl_gateway.generation import Generation, Policy, shared_parameters
 from minisgl_gateway.message_schema import (
     AllowedChatTools,
     Function,

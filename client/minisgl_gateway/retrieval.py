@@ -24,7 +24,6 @@ from starlette.responses import Response
 
 from minisgl_gateway import answer_schema as schema
 from minisgl_gateway.answers import Counts
-from minisgl_gateway.chat import common_salt
 from minisgl_gateway.engine_errors import api_error_of_finish
 from minisgl_gateway.errors import internal, invalid
 from minisgl_gateway.lookups import Lookups
@@ -175,15 +174,8 @@ class RetrievalRoutes:
         return result
 
     def _shared(self, http: Request, request: RetrievalRequest) -> dict[str, Any]:
-        policy = self._service.policy(http)
-        shared: dict[str, Any] = {
-            "cache_salt": common_salt(policy.salt, request.cache_salt),
-            "timeout_ms": policy.timeout_ms,
-            "priority_level": -request.priority,
-        }
-        if policy.adapter is not None:
-            shared["lora_name"] = policy.adapter
-        return shared
+        parameters = self._service.policy(http).parameters(request.cache_salt)
+        return {**parameters, "priority_level": -request.priority}
 
 
 def _inputs(request: EmbeddingRequest) -> list[dict[str, Any]]:

@@ -14,12 +14,12 @@ from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 
 from minisgl_gateway.answers import Echo
-from minisgl_gateway.chat import Generation
 from minisgl_gateway.conversion import chat_of, completion_generations, num_samples
 from minisgl_gateway.engine_errors import api_error
 from minisgl_gateway.errors import ApiError, shown, unsupported
 from minisgl_gateway.event_stream import gathered
 from minisgl_gateway.form_schema import form_of
+from minisgl_gateway.generation import Generation
 from minisgl_gateway.job import Job, named_prompt
 from minisgl_gateway.lookups import Lookups
 from minisgl_gateway.messages import translation as messages_api

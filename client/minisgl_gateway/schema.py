@@ -13,8 +13,8 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field
 
-from minisgl_gateway.chat import MAX_STOPS, NO_LIMIT
 from minisgl_gateway.form_schema import FormFields
+from minisgl_gateway.generation import MAX_STOPS, NO_LIMIT
 from minisgl_gateway.message_schema import (
     ChatToolChoice,
     Messages,

@@ -22,7 +22,7 @@ from minisgl_gateway.adapters import Adapters
 from minisgl_gateway.admission import Admission
 from minisgl_gateway.answers import Counts
 from minisgl_gateway.body import received
-from minisgl_gateway.chat import Chat, Policy
+from minisgl_gateway.chat import Chat
 from minisgl_gateway.engine_errors import api_error
 from minisgl_gateway.errors import GONE, ApiError, client_gone
 from minisgl_gateway.event_stream import (
@@ -33,6 +33,7 @@ from minisgl_gateway.event_stream import (
     unless_disconnected,
 )
 from minisgl_gateway.gateway_options import GatewayOptions
+from minisgl_gateway.generation import Policy
 from minisgl_gateway.job import Job, named_prompt
 from minisgl_gateway.lookups import Lookups
 from minisgl_gateway.renderers import Renderer

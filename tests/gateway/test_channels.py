@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from minisgl_client.answer import ChatFormat
 from minisgl_gateway.call_syntax import MOST_DEPTH, CalledTool
 from minisgl_gateway.channels import ChannelReader
-from minisgl_gateway.chat import Chat, Policy, Template
+from minisgl_gateway.chat import Chat, Template
 from minisgl_gateway.dialects.choice import dialect_of
+from minisgl_gateway.generation import Policy
 from minisgl_gateway.thinking import Thought
 from minisgl_gateway.tools import Calls, Tool
 from openai import OpenAI

@@ -12,8 +12,9 @@ from minisgl_client.answer import ChatFormat, Delta, Result
 from minisgl_gateway.answers import Counts
 from minisgl_gateway.body import parse
 from minisgl_gateway.call_syntax import MOST_DEPTH, CalledTool
-from minisgl_gateway.chat import MAX_STOPS, Chat, Policy, Template
+from minisgl_gateway.chat import Chat, Template
 from minisgl_gateway.errors import ApiError, busy, internal, invalid, is_anthropic
+from minisgl_gateway.generation import MAX_STOPS, Policy
 from minisgl_gateway.keys import Keys
 from minisgl_gateway.messages.rendering import SIGNATURE, MessagesRenderer
 from minisgl_gateway.messages.schema import MessagesRequest

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from minisgl_client.errors import InvalidArgument
 from minisgl_client.request import build
 from minisgl_gateway.body import parse
-from minisgl_gateway.chat import Chat, Policy, Template
+from minisgl_gateway.chat import Chat, Template
 from minisgl_gateway.conversion import chat_of, completion_generations
 from minisgl_gateway.dialects.choice import dialect_of
 from minisgl_gateway.errors import ApiError
+from minisgl_gateway.generation import Policy
 from minisgl_gateway.messages import translation as messages_api
 from minisgl_gateway.messages.schema import MessagesRequest
 from minisgl_gateway.responses import translation as responses_api

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from minisgl_gateway.chat import MAX_STOPS
+from minisgl_gateway.generation import MAX_STOPS
 from minisgl_gateway.strict_schema import (
     MAX_MESSAGES,
     MAX_TOOLS,

@@ -91,7 +91,6 @@ class AnswerStream:
         """Set once the client has everything; later packets get no answer."""
         self.stopped = 0
         """A bit for each sample that a stop string ended: see ``Ack``."""
-        """When to ask Triton again whether the client has cancelled."""
         self._vocabulary = vocabulary
         self._prompt_logprobs = [NO_LOGPROBS]  # as JSON: see ``prompt_logprobs_json``
         text = TextStream(

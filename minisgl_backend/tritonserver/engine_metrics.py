@@ -30,8 +30,8 @@ from minisgl_backend.tritonserver.metrics import (
     MetricsThread,
     ReportedMetric,
     engine_labels,
-    refusals_family,
 )
+from minisgl_backend.tritonserver.refusals import refusal_counters
 from minisgl_backend.tritonserver.series import SeriesLabel
 
 _LATENCY_BUCKETS: Final = (
@@ -148,9 +148,7 @@ class ReportedEngine:
         self._adapters = (
             AdapterGauge(self._families, options.max_loras) if options.enable_lora else None
         )
-        self._rejected = self._families.by_label(
-            self._families.add(refusals_family()), "reason", REFUSALS
-        )
+        self._rejected = refusal_counters(self._families, REFUSALS)
         self._failed = self._families.by_label(
             self._families.counter(
                 "minisgl:requests_failed_total", "Accepted requests that ended with an error"

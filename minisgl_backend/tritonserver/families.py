@@ -7,11 +7,13 @@ not know what the metrics mean.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import triton_python_backend_utils as pb_utils
 
 from minisgl_backend.tritonserver.metrics import BucketCounts, ReportedMetric
+
+L = TypeVar("L", bound=str)
 
 
 class Families:
@@ -25,11 +27,6 @@ class Families:
         self._labels = dict(labels)
         self._kept: list[Any] = []
 
-    def add(self, family: Any) -> Any:
-        """Keep a family that was made elsewhere; returns it."""
-        self._kept.append(family)
-        return family
-
     def counter(self, name: str, description: str) -> Any:
         """A family of counters, for ``metric`` and ``by_label``."""
         return self._make(name, description, pb_utils.MetricFamily.COUNTER)
@@ -42,7 +39,7 @@ class Families:
         """A metric of the family, with these labels added."""
         return ReportedMetric(family.Metric(labels={**self._labels, **(labels or {})}))
 
-    def by_label(self, family: Any, label: str, values: Sequence[str]) -> dict[str, ReportedMetric]:
+    def by_label(self, family: Any, label: str, values: Sequence[L]) -> dict[L, ReportedMetric]:
         """A metric of the family for each value of a label."""
         return {value: self.metric(family, {label: value}) for value in values}
 
@@ -70,7 +67,9 @@ class Families:
         self._kept.clear()
 
     def _make(self, name: str, description: str, kind: Any) -> Any:
-        return self.add(pb_utils.MetricFamily(name=name, description=description, kind=kind))
+        family = pb_utils.MetricFamily(name=name, description=description, kind=kind)
+        self._kept.append(family)
+        return family
 
     def _histogram_families(self, name: str) -> dict[str, Any]:
         return {

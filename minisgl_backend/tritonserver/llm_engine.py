@@ -46,7 +46,7 @@ from minisgl_backend.tritonserver.engine_requests import (
     read_request,
 )
 from minisgl_backend.tritonserver.lane import Lane
-from minisgl_backend.tritonserver.metrics import refusal_of
+from minisgl_backend.tritonserver.refusals import refusal_of
 from minisgl_backend.tritonserver.responder import Responder
 from minisgl_backend.tritonserver.setup import (
     loading,

@@ -1,4 +1,4 @@
-"""What the metrics of engine and tokenizer share: counters of this process, reported in batches.
+"""What the metrics of engine and tokenizer share: counts of this process, reported in batches.
 
 A tritonserver dies if several threads of a stub make, set or drop metrics (measured with 24.10 and
 26.07). So ``MetricsThread`` makes the metrics on its own thread and hands them to no other. The
@@ -12,49 +12,19 @@ from __future__ import annotations
 import bisect
 import itertools
 import logging
-import secrets
 import threading
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol
-
-import triton_python_backend_utils as pb_utils
-
-from minisgl_backend.errors import InvalidRequest, MiniSGLError, Overloaded, Recovering, Unsupported
-from minisgl_backend.runtime.recorder import Refusal
+from typing import Any, Protocol
 
 logger = logging.getLogger(__name__)
-
-_REASONS: Final[Mapping[type[MiniSGLError], Refusal]] = {
-    Unsupported: "unsupported",
-    InvalidRequest: "invalid",
-    Recovering: "down",
-    Overloaded: "queue_full",
-}
-"""The reason of the first class that an error is an instance of."""
-
-
-def refusal_of(error: BaseException) -> Refusal | None:
-    """Why an error refuses a request; None if the error is not a refusal."""
-    found = (reason for kind, reason in _REASONS.items() if isinstance(error, kind))
-    return next(found, None)
 
 
 def engine_labels(model: str, version: str, series: str) -> dict[str, str]:
     """The labels of all metrics of one engine, or of one tokenizer."""
     return {"model": Path(model).name, "version": version, "engine": series}
-
-
-def refusals_family() -> Any:
-    """The family of the metric that both engine and tokenizer report."""
-    return pb_utils.MetricFamily(
-        name="minisgl:requests_rejected_total",
-        description="Requests refused on arrival",
-        kind=pb_utils.MetricFamily.COUNTER,
-    )
 
 
 @dataclass(slots=True)
@@ -136,47 +106,6 @@ class MetricsThread:
             if not self._fails:
                 logger.exception("metrics cannot be reported")
             self._fails = True
-
-
-class Rejections:
-    """Requests that the tokenizer refuses. Any thread may call ``count``."""
-
-    def __init__(self, *, model: str, version: str, every_s: float = 0.5) -> None:
-        self._lock = threading.Lock()
-        self._counts: Counter[Refusal] = Counter()
-        labels = engine_labels(model, version, secrets.token_hex(4))
-        self._thread = MetricsThread(
-            lambda: _ReportedRejections(self._counts, labels),
-            every_s=every_s,
-        )
-
-    def count(self, error: BaseException) -> None:
-        """Count a request that was refused with this error; other errors are not counted."""
-        if reason := refusal_of(error):
-            with self._lock:
-                self._counts[reason] += 1
-
-    def close(self) -> None:
-        """Report what is left, and drop the metrics."""
-        self._thread.close()
-
-
-class _ReportedRejections:
-    def __init__(self, counts: Counter[Refusal], labels: Mapping[str, str]) -> None:
-        self._counts = counts
-        self._families = [refusals_family()]
-        self._metrics = {
-            reason: ReportedMetric(self._families[0].Metric(labels={**labels, "reason": reason}))
-            for reason in _REASONS.values()
-        }
-
-    def report(self) -> None:
-        for reason, metric in self._metrics.items():
-            metric.raise_to(self._counts[reason])
-
-    def close(self) -> None:
-        self._metrics.clear()
-        self._families.clear()
 
 
 class BucketCounts:

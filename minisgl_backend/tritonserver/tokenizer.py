@@ -33,7 +33,7 @@ from minisgl_backend.request import EMPTY, IntArray
 from minisgl_backend.runtime_files import MarkerReader
 from minisgl_backend.text.chat_format import ChatFormat
 from minisgl_backend.text.tokenizer import PromptEncoder, RenderedChat
-from minisgl_backend.tritonserver.metrics import Rejections
+from minisgl_backend.tritonserver.refusals import Rejections
 from minisgl_backend.tritonserver.responder import Responder
 from minisgl_backend.tritonserver.setup import (
     engine_options,

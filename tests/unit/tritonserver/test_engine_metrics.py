@@ -26,7 +26,8 @@ from minisgl_backend.runtime.engine_base import ReplicaStats
 from minisgl_backend.runtime.recorder import EngineStats, Observations, Recorder
 from minisgl_backend.scheduling.report import SchedulerStats
 from minisgl_backend.tritonserver.engine_metrics import EngineMetrics
-from minisgl_backend.tritonserver.metrics import BucketCounts, MetricsThread, Rejections
+from minisgl_backend.tritonserver.metrics import BucketCounts, MetricsThread
+from minisgl_backend.tritonserver.refusals import Rejections
 from tests.fakes.engine_info import engine_info
 from tests.fakes.pb_utils import Metric, MetricFamily
 

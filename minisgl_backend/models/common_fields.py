@@ -82,9 +82,16 @@ def read_rope(
         former, given = config.table("rope_scaling"), config.table("rope_parameters")
         if former and not given:
             spelling = "rope_scaling"
+        _check_same(config, former, given)
         given = {**former, **given}
     theta = config.number("rope_theta", 10_000.0)
     rope = ConfigReader({"rope_theta": theta, **given}, f"{config.where}: {spelling}")
+    for key, value in given.items():
+        if isinstance(value, dict):
+            raise ConfigError(
+                f"{rope.where}: a table for {key} is not supported: this architecture has one "
+                "rotation for all layers"
+            )
     scaling = rope.word("rope_type", rope.word("type", "default"))
     beside = config.number("partial_rotary_factor", 1.0, maximum=1.0)
     rotated = rope.number("partial_rotary_factor", beside, maximum=1.0)
@@ -121,6 +128,18 @@ def read_rope(
         f"{config.where}: rope type {scaling!r} is not supported; supported are default, linear, "
         "dynamic, llama3, yarn, longrope and proportional"
     )
+
+
+def _check_same(config: ConfigReader, former: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Raise ``ConfigError`` if the two spellings contradict each other: a stretch that is added to
+    a file of transformers 5, in the former spelling, must not be lost."""
+    one, other = ({"rope_type": table.get("type"), **table} for table in (former, given))
+    for key in sorted(one.keys() & other.keys() - {"type"}):
+        if None not in (one[key], other[key]) and one[key] != other[key]:
+            raise ConfigError(
+                f"{config.where}: {key} is {one[key]!r} in rope_scaling and {other[key]!r} in "
+                "rope_parameters; leave only one of these tables"
+            )
 
 
 def _llama3_rope(rope: ConfigReader, common: Mapping[str, Any]) -> RopeSpec:

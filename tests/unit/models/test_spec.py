@@ -36,6 +36,13 @@ def test_yarn_by_its_ratio() -> None:
     assert parse_spec({**QWEN_3_0_6B, "rope_parameters": unstretched}).rope.attention_factor == 1.0
 
 
+def test_a_rotation_may_be_spelled_in_both_ways() -> None:
+    former = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    given = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 5e5}
+    spec = parse_spec({**QWEN_3_0_6B, "rope_scaling": former, "rope_parameters": given}).rope
+    assert (spec.scaling, spec.theta, spec.original_max_positions) == ("yarn", 5e5, 32768)
+
+
 def test_an_original_context_beside_the_table_wins() -> None:
     values = {**LLAMA_3_1_8B, "original_max_position_embeddings": 4096}
     assert parse_spec(values).rope.original_max_positions == 4096
@@ -59,6 +66,21 @@ REFUSED: Final[dict[str, tuple[dict[str, Any], str]]] = {
     "partial": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
     "rope factor missing": ({"rope_scaling": {"rope_type": "linear"}}, "factor is missing"),
     "rope factor": ({"rope_scaling": {"type": "linear", "factor": -1}}, "factor must be positive"),
+    "two rotations": (
+        {
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+            "rope_scaling": {"type": "yarn", "factor": 4.0},
+        },
+        "rope_type is 'yarn' in rope_scaling and 'default' in rope_parameters; leave only one",
+    ),
+    "two thetas": (
+        {"rope_parameters": {"rope_theta": 1e6}, "rope_scaling": {"rope_theta": 1e4}},
+        "rope_theta is 10000.0 in rope_scaling and 1000000.0 in rope_parameters",
+    ),
+    "rotations by kind of layer": (
+        {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 4.0}}},
+        "rope_parameters: a table for full_attention is not supported: this architecture has one",
+    ),
     "rope table": ({"rope_scaling": "yarn"}, "rope_scaling must be an object"),
     "dtype": ({"torch_dtype": "int8"}, "dtype must be one of"),
     "missing": ({"vocab_size": None}, "vocab_size is missing"),

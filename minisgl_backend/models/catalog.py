@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.models.checkpoint import has_own_head, is_headless
+from minisgl_backend.models.checkpoint import head_and_embedding, is_headless
 from minisgl_backend.models.config_json import ConfigReader, read_json
 from minisgl_backend.models.families.deepseek_experts import (
     read_dots1,
@@ -82,10 +82,20 @@ def load_spec(folder: Path) -> ModelSpec:
     spec = replace(spec, eos_token_ids=known)
     if not spec.tie_embeddings and is_headless(folder):
         spec = replace(spec, tie_embeddings=True, generates=False)
-    if spec.tie_embeddings and spec.generates and has_own_head(folder, spec.names):
+    if spec.tie_embeddings and spec.generates:
+        spec = _with_head(spec, head_and_embedding(folder, spec.names))
+    return spec
+
+
+def _with_head(spec: ModelSpec, head: Literal["own", "alone"] | None) -> ModelSpec:
+    """The spec of a checkpoint that ties embedding and head, given what it holds."""
+    if head == "own":
         # multi-modal checkpoints leave the flag out even if they have a head; others got a head of
         # their own by training, and kept the flag: as in transformers, the weights count
-        spec = replace(spec, tie_embeddings=False)
+        return replace(spec, tie_embeddings=False)
+    if head == "alone":  # of tensors that share memory, tools may keep only the first by name
+        renamed = (*spec.names.renamed, ("lm_head.", "model.embed_tokens."))
+        return replace(spec, names=replace(spec.names, renamed=renamed))
     return spec
 
 

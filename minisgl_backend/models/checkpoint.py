@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.models.config_json import read_json
@@ -82,18 +82,22 @@ def weight_files(folder: Path, names: TensorNames) -> WeightFiles:
     return files
 
 
-def has_own_head(folder: Path, names: TensorNames) -> bool:
-    """Whether the checkpoint in ``folder`` has weights, and among them an output head that is not
-    the embedding once more."""
+def head_and_embedding(folder: Path, names: TensorNames) -> Literal["own", "alone"] | None:
+    """How the checkpoint in ``folder`` holds an output head, if it has weights: ``own`` if it is
+    not the embedding once more, ``alone`` if there is no embedding beside it."""
     if not _has_weights(folder):
-        return False
+        return None
     found: dict[str, tuple[Path, TensorHeader]] = {}
     for path, held in tensor_files(folder).items():
         for name, header in held.items():
             for weight, _ in names.weights(name, header.shape):
                 found[weight] = path, header
     head, embedding = found.get("lm_head.weight"), found.get("model.embed_tokens.weight")
-    return head is not None and (embedding is None or not _are_equal(head, embedding))
+    if head is None:
+        return None
+    if embedding is None:
+        return "alone"
+    return None if _are_equal(head, embedding) else "own"
 
 
 def _are_equal(one: tuple[Path, TensorHeader], other: tuple[Path, TensorHeader]) -> bool:

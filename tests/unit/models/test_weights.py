@@ -183,6 +183,15 @@ def test_a_head_that_is_not_the_embedding_is_used(folder: Path, in_shards: bool)
     assert torch.equal(model.get_parameter("lm_head.matrix.weight"), head)
 
 
+def test_a_tied_head_may_stand_for_the_embedding(folder: Path) -> None:
+    """Of tensors that share memory, safetensors' ``save_model`` keeps the first by name."""
+    embedding = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    _rewrite(folder, model__embed_tokens__weight=None, lm_head__weight=embedding)
+    model = _build(folder)
+    assert not hasattr(model, "lm_head")
+    assert torch.equal(model.get_parameter("model.embed_tokens.matrix.weight"), embedding)
+
+
 def test_an_untied_model_needs_its_head(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))

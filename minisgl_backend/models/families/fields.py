@@ -35,7 +35,7 @@ def text_config(config: ConfigReader, *, tied: bool) -> ConfigReader:
 
 def text_part(spec: ModelSpec, architecture: str) -> ModelSpec:
     """The same model as a part of a larger one, with the names that its tensors have there."""
-    renamed = (*MULTIMODAL.renamed, *spec.names.renamed)
+    renamed = tuple(dict.fromkeys((*MULTIMODAL.renamed, *spec.names.renamed)))
     names = replace(spec.names, renamed=renamed, multimodal=True)
     return replace(spec, architecture=architecture, names=names)
 

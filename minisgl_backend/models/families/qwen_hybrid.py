@@ -16,7 +16,7 @@ from minisgl_backend.models.families.fields import (
     text_part,
 )
 from minisgl_backend.models.spec import MOST_HEADS, MOST_WIDTH, DeltaSpec, ModelSpec, MoeSpec
-from minisgl_backend.models.tensor_names import TensorNames
+from minisgl_backend.models.tensor_names import MULTIMODAL, TensorNames
 
 _HYBRID_KINDS: Final = ("linear_attention", "full_attention")
 _STATE_DTYPES: Final = ("float32", "bfloat16", "float16")
@@ -44,14 +44,15 @@ def read_qwen3_next(config: ConfigReader) -> ModelSpec:
 
 def read_qwen3_5(config: ConfigReader) -> ModelSpec:
     """``Qwen3_5ForCausalLM``: three of four layers are Gated DeltaNet, the others attention with a
-    gated output and with heads that rotate by a quarter."""
+    gated output and with heads that rotate by a quarter. Where transformers has saved the text part
+    of a larger model alone, tensors keep the names that they had there."""
     config = config.with_defaults(num_key_value_heads=4, hidden_size=4096)
     fields, delta = _hybrid_fields(config)
     merged = {
         ".linear_attn.in_proj_qkv": _by_channels("in_proj", delta),
         ".linear_attn.conv1d": _by_channels("conv", delta),
     }
-    names = TensorNames(merged=merged, left_out=("mtp.",))
+    names = TensorNames(renamed=MULTIMODAL.renamed, merged=merged, left_out=("mtp.",))
     return ModelSpec(architecture="Qwen3_5ForCausalLM", names=names, **fields)
 
 

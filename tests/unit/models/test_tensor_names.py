@@ -287,6 +287,21 @@ def test_every_spelling_of_a_multimodal_checkpoint(checkpoints: Path, tmp_path: 
     assert_equal(load(tmp_path), load(checkpoints / "mistral3"))
 
 
+def test_a_text_part_that_was_saved_alone_keeps_its_names(
+    checkpoints: Path, tmp_path: Path
+) -> None:
+    """As transformers saves Qwen3.5 once it was loaded without its vision part."""
+    whole = checkpoints / "qwen3.5-experts-multimodal"
+    tensors = load_file(whole / "model.safetensors")
+    config = json.loads((whole / "config.json").read_text())["text_config"]
+    architectures = ["Qwen3_5MoeForCausalLM"]
+    (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": architectures}))
+    text = {name: tensors[name] for name in tensors if not name.startswith("model.visual.")}
+    assert any(name.startswith("model.language_model.layers.") for name in text)
+    save_file(text, tmp_path / "model.safetensors")
+    assert_equal(load(tmp_path), load(whole))
+
+
 def test_only_tensors_for_images_and_audio_are_left_out(checkpoints: Path, tmp_path: Path) -> None:
     for name in ("vision_tower.a.weight", "model.multi_modal_projector.b", "model.visual.c"):
         assert not list(MULTIMODAL.weights(name, (1,)))

@@ -172,12 +172,19 @@ class TensorNames:
         is what other names there have in place of ``model.``; None if that is not known."""
         module, _, kind = name.rpartition(".")
         name = f"{self.merged_module(module)}.{kind}"
+        outer = "" if prefix is None else f"{prefix.partition('.')[0]}."
         restored: set[str] = set()
         if prefix is not None and name.startswith("model."):
             name = prefix + name.removeprefix("model.")
             restored.add("model.")
         for theirs, ours in self.renamed:
-            if ours in name and ours not in restored:
+            if ours in restored:
+                continue
+            if theirs.startswith("."):
+                is_there = ours in name
+            else:  # what stands before the head depends on what stands before the layers
+                is_there = name.startswith(ours) and theirs.startswith(outer)
+            if is_there:
                 name = name.replace(ours, theirs, 1)
                 restored.add(ours)
         return name

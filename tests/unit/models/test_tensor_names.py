@@ -259,6 +259,28 @@ def test_a_missing_tensor_has_the_checkpoints_own_name(
         load(spoilt(checkpoints, case, tmp_path, **{name.replace(".", "__"): None}))
 
 
+@pytest.mark.parametrize(
+    ("prefix", "head"),
+    [
+        ("language_model.model.", "language_model.lm_head.weight"),
+        ("model.language_model.", "lm_head.weight"),
+    ],
+)
+def test_a_missing_head_is_named_as_layers_are(
+    checkpoints: Path, tmp_path: Path, prefix: str, head: str
+) -> None:
+    config = json.loads((checkpoints / "mistral3" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    tensors = {
+        name.replace("language_model.model.", prefix): tensor
+        for name, tensor in load_file(checkpoints / "mistral3" / "model.safetensors").items()
+        if not name.endswith("lm_head.weight")
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=rf"lacks {re.escape(head)}$"):
+        load(tmp_path)
+
+
 def test_what_a_checkpoint_of_layers_alone_lacks_has_no_prefix(
     checkpoints: Path, tmp_path: Path
 ) -> None:

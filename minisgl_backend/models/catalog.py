@@ -1,9 +1,10 @@
 """The architectures that can be served, and the spec of a checkpoint folder.
 
 An architecture is a function in ``families`` from its config.json to a ``ModelSpec``. Reads
-config.json and generation_config.json, and through ``quantization`` how weights are stored. Code
-that comes with a checkpoint is never run. Must not import torch, since commands read a spec before
-anything is loaded, and must not know devices or pages.
+config.json and generation_config.json, of the tokenizer at most its end token, and through
+``quantization`` how weights are stored. Code that comes with a checkpoint is never run. Must not
+import torch, since commands read a spec before anything is loaded, and must not know devices or
+pages.
 """
 
 from __future__ import annotations
@@ -77,6 +78,8 @@ def load_spec(folder: Path) -> ModelSpec:
         config = ConfigReader(read_json(generation), "generation_config.json")
         eos = spec.eos_token_ids | set(config.integers("eos_token_id"))
         spec = replace(spec, eos_token_ids=eos)
+    if not spec.eos_token_ids:
+        spec = replace(spec, eos_token_ids=_end_of_tokenizer(folder))
     # others are never sampled, and no mask has a bit for them
     known = frozenset(token for token in spec.eos_token_ids if token < spec.vocab_size)
     spec = replace(spec, eos_token_ids=known)
@@ -85,6 +88,25 @@ def load_spec(folder: Path) -> ModelSpec:
     if spec.tie_embeddings and spec.generates:
         spec = _with_head(spec, head_and_embedding(folder, spec.names))
     return spec
+
+
+def _end_of_tokenizer(folder: Path) -> frozenset[int]:
+    """The id of the tokenizer's ``eos_token``, with which answers end if the model names no id of
+    its own; none if there is no such token."""
+    paths = folder / "tokenizer_config.json", folder / "tokenizer.json"
+    if not all(path.exists() for path in paths):
+        return frozenset()
+    config, tokenizer = map(read_json, paths)
+    end, added = config.get("eos_token"), tokenizer.get("added_tokens")
+    name = end.get("content") if isinstance(end, dict) else end
+    if not isinstance(name, str) or not isinstance(added, list):
+        return frozenset()
+    ids = [
+        token.get("id")
+        for token in added
+        if isinstance(token, dict) and token.get("content") == name
+    ]
+    return frozenset(token_id for token_id in ids if type(token_id) is int and token_id >= 0)
 
 
 def _with_head(spec: ModelSpec, head: Literal["own", "alone"] | None) -> ModelSpec:

@@ -166,10 +166,10 @@ class ModelSpec:
     ``windows`` has one entry per layer: the number of positions that a token sees, including its
     own, or None for all. With ``sections`` windows do not slide: they are sections of the sequence,
     all of one size, and a token sees only positions of its own section. ``dtype`` is the
-    checkpoint's. ``eos_token_ids`` come from config.json and generation_config.json. ``weights``
-    says how projections are stored; None: all are plain. ``names``: how the checkpoint names its
-    tensors. A model that does not generate (``generates``), as some embedding models do not, has no
-    output head; the embedding takes its place.
+    checkpoint's. ``eos_token_ids`` come from config.json and generation_config.json, or from the
+    tokenizer. ``weights`` says how projections are stored; None: all are plain. ``names``: how the
+    checkpoint names its tensors. A model that does not generate (``generates``), as some embedding
+    models do not, has no output head; the embedding takes its place.
 
     ``ropes`` has one entry per layer, unless all layers rotate by ``rope``; None: the layer does
     not rotate. ``qk_norm``: queries and keys are normalized, each head separately or all heads of a

@@ -156,6 +156,20 @@ def test_eos_ids_of_both_files_are_united(tmp_path: Path) -> None:
     assert load_spec(tmp_path).eos_token_ids == {151645}
 
 
+@pytest.mark.parametrize("eos", ["<end>", {"__type": "AddedToken", "content": "<end>"}])
+def test_a_model_that_names_no_eos_id_ends_as_its_tokenizer_says(tmp_path: Path, eos: Any) -> None:
+    added = [{"id": 1, "content": "<start>"}, {"id": 7, "content": "<end>"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": added}))
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.6}')
+    (tmp_path / "config.json").write_text(json.dumps(QWEN_3_0_6B))
+    assert load_spec(tmp_path).eos_token_ids == {151645}
+    (tmp_path / "config.json").write_text(json.dumps({**QWEN_3_0_6B, "eos_token_id": None}))
+    assert load_spec(tmp_path).eos_token_ids == {7}
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": null}')
+    assert not load_spec(tmp_path).eos_token_ids
+
+
 def test_eos_ids_beyond_the_vocabulary_are_left_out(tmp_path: Path) -> None:
     """A vocabulary was made smaller, and generation_config.json is still that of the larger one."""
     config = {**QWEN_3_0_6B, "vocab_size": 1000, "eos_token_id": [999, 1000]}

@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any, Final, Literal
 
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.models.config_json import read_json
+from minisgl_backend.models.config_json import LFS_POINTER, NOT_FETCHED, read_json
 from minisgl_backend.models.spec import ModelSpec
 from minisgl_backend.models.tensor_names import BODY, LAYER, StoredAs, TensorNames
 
@@ -187,6 +187,9 @@ def read_header(path: Path) -> Mapping[str, TensorHeader]:
     with reading(path, ValueError, RecursionError, struct.error):
         with open(path, "rb") as file:
             num_bytes = os.fstat(file.fileno()).st_size
+            if file.read(len(LFS_POINTER)) == LFS_POINTER:
+                raise ValueError(NOT_FETCHED)
+            file.seek(0)
             (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
             if length > min(num_bytes - _LENGTH.size, _MOST_HEADER_BYTES):
                 raise ValueError(f"its header cannot have {length} bytes")

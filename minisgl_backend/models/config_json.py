@@ -13,14 +13,19 @@ from typing import Any, Final
 
 from minisgl_backend.errors import ConfigError
 
+LFS_POINTER: Final = b"version https://git-lfs"
+"""How a file begins that Git LFS has not fetched."""
+NOT_FETCHED: Final = "it only points to a file that Git LFS has not fetched (git lfs pull)"
 _MOST: Final = 2**31 - 1
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; ``ConfigError`` if there is none."""
     try:
-        with open(path, encoding="utf-8") as file:
-            value = json.load(file)
+        content = path.read_bytes()
+        if content.startswith(LFS_POINTER):
+            raise ConfigError(f"{path} cannot be read: {NOT_FETCHED}")
+        value = json.loads(content.decode())
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist") from None
     except (OSError, ValueError, RecursionError) as error:

@@ -214,6 +214,14 @@ def test_a_garbled_header(folder: Path) -> None:
         _build(folder)
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_a_file_that_git_lfs_has_not_fetched(folder: Path, name: str) -> None:
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n"
+    (folder / name).write_text(pointer)
+    with pytest.raises(ConfigError, match=rf"{name} .*points to a file that Git LFS has not fetch"):
+        _build(folder)
+
+
 def test_pickled_weights_are_never_opened(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(b"never read")

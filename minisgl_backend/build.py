@@ -23,6 +23,7 @@ from minisgl_backend.errors import ConfigError, InvalidRequest
 from minisgl_backend.execution.adapters import AdapterStore
 from minisgl_backend.execution.ranks import LeadingExecutor
 from minisgl_backend.grammar.matchers import Grammars
+from minisgl_backend.models.catalog import recommended_sampling
 from minisgl_backend.models.hub import resolve_tokenizer
 from minisgl_backend.parallel.group import OneRank
 from minisgl_backend.parts import STANDARD, Parts
@@ -60,6 +61,11 @@ def build_engine_alone(
     """One engine, whatever ``options`` say about replicas; ``watch`` follows its prefix cache."""
     facts = _resolved(options)
     spec, folder = facts.spec, facts.folder
+    if recommended := recommended_sampling(folder):
+        logger.info(
+            "generation_config.json recommends %s: requests must say so themselves",
+            ", ".join(f"{name}={value}" for name, value in recommended.items()),
+        )
     if options.tokenizer is not None:
         folder = resolve_tokenizer(options.tokenizer, options.model_source)
     grammars = build_grammars(options, folder, spec.vocab_size, sorted(spec.eos_token_ids))

@@ -90,6 +90,19 @@ def load_spec(folder: Path) -> ModelSpec:
     return spec
 
 
+def recommended_sampling(folder: Path) -> dict[str, Any]:
+    """What generation_config.json recommends for sampling, as far as it changes anything. Requests
+    do not follow it: they have the defaults that clients know."""
+    path = folder / "generation_config.json"
+    values = read_json(path) if path.exists() else {}
+    found = {name: values.get(name) for name in _WITHOUT_EFFECT}
+    return {
+        name: value
+        for name, value in found.items()
+        if value is not None and value not in _WITHOUT_EFFECT[name]
+    }
+
+
 def _end_of_tokenizer(folder: Path) -> frozenset[int]:
     """The id of the tokenizer's ``eos_token``, with which answers end if the model names no id of
     its own; none if there is no such token."""
@@ -203,5 +216,10 @@ ARCHITECTURES: Final[Mapping[str, Callable[[ConfigReader], ModelSpec]]] = Mappin
 """Keyed by the names in config.json."""
 
 _POOLING: Final = "pooling_mode_"
+_WITHOUT_EFFECT: Final[Mapping[str, tuple[float, ...]]] = MappingProxyType(
+    {"temperature": (1,), "top_p": (1,), "top_k": (0, -1), "min_p": (0,)}
+    | {"repetition_penalty": (1,)}
+)
+"""Parameters of sampling, with the values that leave the probabilities as they are."""
 _WITH_NEEDLESS_CODE: Final = frozenset({"Phi3ForCausalLM", "MiniMaxM2ForCausalLM"})
 """Architectures whose checkpoints come with code that transformers has included since."""

@@ -11,7 +11,7 @@ from typing import Any, Final
 import pytest
 
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.models.catalog import load_spec, parse_spec
+from minisgl_backend.models.catalog import load_spec, parse_spec, recommended_sampling
 from minisgl_backend.models.common_fields import read_rope
 from minisgl_backend.models.config_json import ConfigReader, read_json
 from tests.unit.models.config_jsons import (
@@ -168,6 +168,13 @@ def test_a_model_that_names_no_eos_id_ends_as_its_tokenizer_says(tmp_path: Path,
     assert load_spec(tmp_path).eos_token_ids == {7}
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": null}')
     assert not load_spec(tmp_path).eos_token_ids
+
+
+def test_sampling_that_a_checkpoint_recommends(tmp_path: Path) -> None:
+    assert not recommended_sampling(tmp_path)
+    advice = {"temperature": 0.6, "top_k": 20, "top_p": 1.0, "do_sample": True, "min_p": None}
+    (tmp_path / "generation_config.json").write_text(json.dumps(advice))
+    assert recommended_sampling(tmp_path) == {"temperature": 0.6, "top_k": 20}
 
 
 def test_eos_ids_beyond_the_vocabulary_are_left_out(tmp_path: Path) -> None:

@@ -152,6 +152,8 @@ def parse_spec(values: Mapping[str, Any], modelopt: Mapping[str, Any] | None = N
     for part in (config, ConfigReader(config.table("text_config"), f"{config.where}: text_config")):
         if not part.flag("is_causal", True):  # transformers lets tokens see later ones, too
             raise ConfigError(f"{part.where}: is_causal false is not supported")
+        if part.table("per_layer_config") and known[0] not in _DIFFERS_BY_LAYER:
+            raise ConfigError(f"{part.where}: per_layer_config is not supported for {known[0]}")
     return replace(ARCHITECTURES[known[0]](config), weights=weights)
 
 
@@ -215,6 +217,11 @@ ARCHITECTURES: Final[Mapping[str, Callable[[ConfigReader], ModelSpec]]] = Mappin
 )
 """Keyed by the names in config.json."""
 
+_DIFFERS_BY_LAYER: Final = frozenset(
+    {"Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"}
+    | {"Gemma4UnifiedForCausalLM", "Gemma4UnifiedForConditionalGeneration"}
+)
+"""Architectures that read ``per_layer_config``, which transformers knows for all."""
 _POOLING: Final = "pooling_mode_"
 _WITHOUT_EFFECT: Final[Mapping[str, tuple[float, ...]]] = MappingProxyType(
     {"temperature": (1,), "top_p": (1,), "top_k": (0, -1), "min_p": (0,)}

@@ -210,6 +210,8 @@ def _kv_heads_by_kind(
                     "per_layer_config", f"by layers, from 0 to {len(kinds) - 1}", layer
                 )
             own = config.part("per_layer_config").part(layer)
+            if others := sorted(own.values.keys() - {"num_key_value_heads", "head_dim"}):
+                raise ConfigError(f"{own.where}: {others[0]} is not supported for single layers")
             found[int(layer)] = KVHeads(
                 own.integer("num_key_value_heads", narrow.num_kv_heads, maximum=MOST_HEADS),
                 own.integer("head_dim", narrow.head_dim, maximum=MOST_HEADS),

@@ -197,6 +197,10 @@ def test_small_gemma_4_reads_keys_of_other_layers_and_inputs_of_each_layer() -> 
         ({"per_layer_config": {"-1": {"head_dim": 64}}}, "by layers, from 0 to 34, got '-1'"),
         ({"per_layer_config": {"last": {"head_dim": 64}}}, "by layers, from 0 to 34, got 'last'"),
         ({"per_layer_config": {"4": {"num_key_value_heads": 3}}}, "8 attention heads cannot share"),
+        (
+            {"per_layer_config": {"4": {"head_dim": 64, "rms_norm_eps": 0.5}}},
+            "per_layer_config: 4: rms_norm_eps is not supported for single layers",
+        ),
         ({"global_head_dim": 65}, "even head_dim, got 65"),
     ],
 )

@@ -61,6 +61,10 @@ REFUSED: Final[dict[str, tuple[dict[str, Any], str]]] = {
         r"quantized by bitsandbytes are not supported; supported are fp8",
     ),
     "tokens that see later ones": ({"is_causal": False}, "is_causal false is not supported"),
+    "layers that differ": (
+        {"per_layer_config": {"1": {"rms_norm_eps": 0.5}}},
+        "config.json: per_layer_config is not supported for Qwen3ForCausalLM",
+    ),
     "activation": ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
     "rope type": ({"rope_scaling": {"rope_type": "mrope"}}, "rope type 'mrope' is not supported"),
     "partial": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),

@@ -417,6 +417,7 @@ class Loop:
                     flight.masks.written()
                 flight.pending.tokens()
         self._scheduler = self._scheduler.renewed()
+        self.scheduler_stats = self._scheduler.stats()  # there may be no further step for long
         self._has_leaked = False
         culprit = self._returning.begin()
         if culprit is not None and culprit in self._open:

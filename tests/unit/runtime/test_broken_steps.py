@@ -63,6 +63,18 @@ def test_a_request_that_breaks_steps_fails_alone(
     it.engine.close(drain_s=0)
 
 
+def test_after_the_only_request_has_failed_no_row_and_no_page_count_as_used() -> None:
+    """The counts do not wait for the next request."""
+    it = Bench()
+    request = it.request([1] * 9, max_tokens=20)
+    it.executor.poison, it.executor.poison_after = request.id, 5
+    assert isinstance(it.submit(request).error(), EngineFailure)
+    wait_until(lambda: it.engine.health().ready and it.engine.stats().num_open == 0)
+    pages = it.engine.stats().scheduler
+    assert pages.num_running == 0 and pages.used_pages == 0
+    it.engine.close(drain_s=0)
+
+
 def test_a_step_that_breaks_once_costs_nobody() -> None:
     it = Bench(max_queued=10)
     it.executor.gate.clear()

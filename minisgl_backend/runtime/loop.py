@@ -14,9 +14,10 @@ tokens before it are known, with masks of the allowed tokens:
 
 When a step raises an exception (it *breaks*), only the request at fault may fail. So the loop takes
 a fresh planner, and lets the open requests come back one at a time, with the tokens that they have
-(``returning``). If a step breaks again, the request that came back last fails alone. The executor
-is not reset: an admission tells it everything about a row. But if the executor raises
-``EngineFailure``, it is lost and the loop ends; it also ends if steps keep breaking regardless.
+(``returning``). If a step breaks again, the request that came back last fails, and with it the
+other samples of its prompt. The executor is not reset: an admission tells it everything about a
+row. But if the executor raises ``EngineFailure``, it is lost and the loop ends; it also ends if
+steps keep breaking regardless.
 
 Invariants: every request taken from the inbox gets exactly one terminal event. Sinks are called on
 this thread only. If an exception ends the loop, every open request has failed before it is raised.
@@ -421,7 +422,10 @@ class Loop:
         self._has_leaked = False
         culprit = self._returning.begin()
         if culprit is not None and culprit in self._open:
-            self._end(culprit, Failed(EngineFailure("the request broke a step of the engine")))
+            # one that fails is the end of their common answer; each would break a step, in vain
+            for request_id in self._open.samples_beside(culprit):
+                failure = EngineFailure("the request broke a step of the engine")
+                self._end(request_id, Failed(failure))
         self._returning.come_back(
             request_id
             for request_id in self._open.ids()

@@ -84,6 +84,11 @@ class OpenRequests:
         """The ids of all open requests."""
         return list(self._open)
 
+    def samples_beside(self, request_id: RequestId) -> list[RequestId]:
+        """The ids of the open samples of a request's prompt, its own included."""
+        first = _first_sample(self._open[request_id].request)
+        return [it for it, entry in self._open.items() if _first_sample(entry.request) == first]
+
     def num_tokens(self) -> dict[RequestId, int]:
         """Number of tokens that each request has."""
         return {request_id: len(entry.tokens) for request_id, entry in self._open.items()}
@@ -191,3 +196,7 @@ class OpenRequests:
         except Exception:
             # a sink belongs to one request, so its failure must not reach the others
             logger.exception("a sink failed on %s", type(event).__name__)
+
+
+def _first_sample(request: Request) -> RequestId:
+    return request.id if request.leader is None else request.leader

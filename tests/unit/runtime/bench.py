@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,7 +32,7 @@ NUM_PAGES, PAGE_SIZE, CONTEXT = 64, 4, 128
 class GatedExecutor:
     """Runs a step once the gate is open; ``failure`` breaks steps that are read after it is set.
 
-    ``poison`` breaks steps with a row of that request, once it has ``poison_after`` tokens.
+    ``poison`` breaks steps with a row of these requests, once they have ``poison_after`` tokens.
     """
 
     def __init__(self, model: Model) -> None:
@@ -42,7 +43,7 @@ class GatedExecutor:
         self.failure: Exception | None = None
         self.num_failures = 0
         self.most_failures = 1_000_000
-        self.poison: int | None = None
+        self.poison: Container[int] = ()
         self.poison_after = 0
         self.closed = False
         self._admitted: dict[int, Admission] = {}
@@ -57,7 +58,7 @@ class GatedExecutor:
         ends = [*prefilled.tolist(), *(plan.decodes.positions + 1).tolist()]
         of_rows = (self._admitted[row] for row in rows)
         return any(
-            admission.request_id == self.poison
+            admission.request_id in self.poison
             and end >= admission.num_prompt_tokens + self.poison_after
             for admission, end in zip(of_rows, ends, strict=True)
         )

@@ -43,7 +43,7 @@ def test_a_request_that_breaks_steps_fails_alone(
     it = Bench(overlap=overlap, max_running=4, max_queued=100)
     it.executor.gate.clear()
     requests = [it.request([i] * (1 + 3 * i), seed=i, presence_penalty=0.5) for i in range(8)]
-    it.executor.poison = requests[place].id
+    it.executor.poison = [requests[place].id]
     it.executor.poison_after = poison_after
     sinks = [it.submit(request) for request in requests]
     it.executor.gate.set()
@@ -63,11 +63,29 @@ def test_a_request_that_breaks_steps_fails_alone(
     it.engine.close(drain_s=0)
 
 
+def test_all_samples_of_a_prompt_that_breaks_steps_fail_with_the_first_and_the_engine_goes_on() -> (
+    None
+):
+    it = Bench(max_queued=10)
+    it.executor.gate.clear()
+    samples, sinks = it.submit_samples(it.request([1] * 9), 4)
+    it.executor.poison = [sample.id for sample in samples]
+    request = it.request([2] * 9)
+    other = it.submit(request)
+    it.executor.gate.set()
+    for sink in sinks:
+        assert "broke a step" in str(sink.error()) and not sink.tokens
+    assert other.ending() == Finished(FinishReason.LENGTH)
+    assert other.tokens == expected_tokens(request, it.model)
+    assert it.engine.health().ready
+    it.engine.close(drain_s=0)
+
+
 def test_after_the_only_request_has_failed_no_row_and_no_page_count_as_used() -> None:
     """The counts do not wait for the next request."""
     it = Bench()
     request = it.request([1] * 9, max_tokens=20)
-    it.executor.poison, it.executor.poison_after = request.id, 5
+    it.executor.poison, it.executor.poison_after = [request.id], 5
     assert isinstance(it.submit(request).error(), EngineFailure)
     wait_until(lambda: it.engine.health().ready and it.engine.stats().num_open == 0)
     pages = it.engine.stats().scheduler
@@ -222,7 +240,7 @@ def test_requests_that_break_steps_are_counted_only_while_no_token_comes_between
     it = Bench()
     for _ in range(3):
         poison, healthy = it.request([1]), it.request([2])
-        it.executor.poison = poison.id
+        it.executor.poison = [poison.id]
         assert isinstance(it.submit(poison).error(), EngineFailure)
         assert it.submit(healthy).ending() == Finished(FinishReason.LENGTH)
     assert it.engine.health().ready

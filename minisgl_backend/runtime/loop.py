@@ -370,7 +370,7 @@ class Loop:
         self._recorder.step_committed(
             _kind(plan),
             batch_size=len(plan.chunks.rows) + len(plan.decodes.rows),
-            num_tokens=len(tokens.token_ids),
+            num_tokens=len(result.token_ids),
             duration_s=now - flight.launched_s,
         )
         self._open.deliver(result, now)

@@ -36,7 +36,9 @@ class EngineStats:
     """Requests that are accepted and have not ended."""
     num_prompt_tokens: int
     num_generated_tokens: int
-    """All sampled tokens, including those of requests that were cancelled."""
+    """All tokens that requests got, including those of requests that were cancelled. What a row
+    samples after its end does not count, nor what it samples for a prompt that is only embedded or
+    scored."""
     num_cancelled: int
     rejected: Mapping[Refusal, int]
     """Requests refused on arrival, by reason."""
@@ -149,7 +151,7 @@ class Recorder:
     def step_committed(
         self, kind: StepKind, *, batch_size: int, num_tokens: int, duration_s: float
     ) -> None:
-        """Count a step of ``batch_size`` rows that sampled ``num_tokens`` tokens."""
+        """Count a step of ``batch_size`` rows that gave requests ``num_tokens`` tokens."""
         with self._lock:
             self._num_steps += 1
             self._num_generated_tokens += num_tokens

@@ -52,7 +52,7 @@ _OF_REQUESTS: Final = {
 """By field of ``Observations``: the histograms with one number per request, and their buckets."""
 _COUNTERS: Final = {
     "vllm:prompt_tokens_total": "Prompt tokens of admitted requests",
-    "vllm:generation_tokens_total": "Tokens sampled",
+    "vllm:generation_tokens_total": "Tokens generated",
     "vllm:prefix_cache_queries_total": "Prompt tokens looked up in the prefix cache",
     "vllm:prefix_cache_hits_total": "Prompt tokens found in the prefix cache",
     "minisgl:requests_cancelled_total": "Requests given up by their clients",
@@ -72,7 +72,7 @@ _REPLICA_GAUGES: Final = {
 _REPLICA_COUNTERS: Final = {
     "starts_total": "Processes of the replica that were started",
     "requests_total": "Requests that the replica was sent",
-    "generation_tokens_total": "Tokens that the replica has sampled",
+    "generation_tokens_total": "Tokens that the replica has generated",
     "prefix_queries_total": "Prompt tokens looked up in its prefix cache",
     "prefix_hits_total": "Prompt tokens found in its prefix cache",
 }

@@ -51,7 +51,23 @@ def test_every_request_gets_its_tokens_and_one_ending(overlap: bool) -> None:
     assert it.executor.closed
     stats = it.engine.stats()
     assert stats.num_open == 0
-    assert stats.num_generated_tokens >= 50 * 8
+    assert stats.num_generated_tokens == 50 * 8
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_generated_tokens_are_those_of_answers(overlap: bool) -> None:
+    """Not what rows sample for nothing: after a stop token, and for a prompt alone."""
+    it = Bench(overlap=overlap, max_queued=100)
+    prompts = [[i] * 9 for i in range(20)]
+    sinks = [it.submit(it.request(p, max_tokens=40, stop_token_ids=(3, 5, 7))) for p in prompts]
+    sinks += [it.submit(it.request(p, max_tokens=0, embed=True)) for p in prompts]
+    sinks += [it.submit(it.request(p, max_tokens=0, num_prompt_logprobs=0)) for p in prompts]
+    endings = [sink.ending() for sink in sinks]
+    assert {FinishReason.STOP, FinishReason.LENGTH} == {
+        ending.reason for ending in endings if isinstance(ending, Finished)
+    }
+    it.engine.close(drain_s=0)
+    assert it.engine.stats().num_generated_tokens == sum(len(sink.tokens) for sink in sinks)
 
 
 def test_common_tokens_go_to_the_buffer_of_a_sink_that_has_one(bench: Bench) -> None:

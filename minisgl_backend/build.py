@@ -62,9 +62,13 @@ def build_engine_alone(
     facts = _resolved(options)
     spec, folder = facts.spec, facts.folder
     if recommended := recommended_sampling(folder):
+        follow = options.sampling_defaults == "model"
         logger.info(
-            "generation_config.json recommends %s: requests must say so themselves",
+            "generation_config.json recommends %s: %s",
             ", ".join(f"{name}={value}" for name, value in recommended.items()),
+            "so requests have it by default"
+            if follow
+            else "requests have it only if they say so, or with sampling_defaults=model",
         )
     if options.tokenizer is not None:
         folder = resolve_tokenizer(options.tokenizer, options.model_source)

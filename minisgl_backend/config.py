@@ -265,6 +265,12 @@ class EngineOptions:
         maximum=_MOST_SEED,
     )
     num_tokenizers: int = option(2, "threads that tokenize", minimum=1, maximum=64)
+    sampling_defaults: str = option(
+        "request",
+        "temperature, top_p, top_k, min_p and repetition_penalty of requests that leave them out: "
+        "request, the defaults of these parameters; model, what generation_config.json recommends",
+        choices=("request", "model"),
+    )
     parse_special_tokens: bool = option(
         False,
         "default of the request parameter of that name; set it behind Triton's OpenAI frontend",

@@ -91,8 +91,8 @@ def load_spec(folder: Path) -> ModelSpec:
 
 
 def recommended_sampling(folder: Path) -> dict[str, Any]:
-    """What generation_config.json recommends for sampling, as far as it changes anything. Requests
-    do not follow it: they have the defaults that clients know."""
+    """What generation_config.json recommends for sampling, as far as it changes anything. Nothing
+    is checked here."""
     path = folder / "generation_config.json"
     values = read_json(path) if path.exists() else {}
     found = {name: values.get(name) for name in _WITHOUT_EFFECT}

@@ -30,6 +30,7 @@ from minisgl_backend.progress import shown, unseen
 from minisgl_backend.request import FloatArray, IntArray, Request, SamplingParams, samples_of
 from minisgl_backend.runtime.engine_base import EngineInfo
 from minisgl_backend.runtime.recorder import EngineStats
+from minisgl_backend.sampling_defaults import sampling_defaults
 from minisgl_backend.text.tokenizer import PromptEncoder
 from minisgl_backend.wire.generation import Generation
 from minisgl_backend.wire.packets import StreamStart
@@ -47,6 +48,7 @@ class LLM:
     ) -> None:
         self._options = EngineOptions.from_mapping({"model": str(model), **options})
         self._limits = Limits()
+        self._defaults = sampling_defaults(self._options)
         self._encoder = _load_encoder(self._options, self._limits)
         self._seeds = random.Random(self._options.seed)
         self._engine = build_engine(self._options)
@@ -175,6 +177,7 @@ class LLM:
             arrival_time_ns=arrival_time_ns,
             parse_special_tokens=self._options.parse_special_tokens,
             exclude_input_in_output=self._options.exclude_input_in_output,
+            defaults=self._defaults,
             limits=self._limits,
         )
         prepared = []

@@ -50,12 +50,13 @@ def read_prompts(
     arrival_time_ns: int,
     parse_special_tokens: bool,
     exclude_input_in_output: bool,
+    defaults: Mapping[str, Any],
     limits: Limits,
 ) -> list[Generation]:
     """One generation per prompt, in order.
 
     ``parse_special_tokens`` and ``exclude_input_in_output`` are the defaults of these parameters
-    for a text, the latter without ``stream``.
+    for a text, the latter without ``stream``. ``defaults`` stand in place of those of the wire.
     """
     each = [prompts] if _is_one(prompts) else list(prompts)
     generations = []
@@ -66,7 +67,9 @@ def read_prompts(
                 given.setdefault("parse_special_tokens", True)
             if isinstance(prompt, str) and not stream:
                 given.setdefault("exclude_input_in_output", exclude_input_in_output)
-            generation = parse_values(given, arrival_time_ns=arrival_time_ns, limits=limits)
+            generation = parse_values(
+                given, arrival_time_ns=arrival_time_ns, defaults=defaults, limits=limits
+            )
             assert isinstance(generation, Generation)  # a stop_request is refused above
             generations.append(generation)
     return generations

@@ -69,9 +69,10 @@ _DEADLINE: Final = "timeout_ms"
 
 
 def read_request(
-    request: Any, limits: Limits
+    request: Any, limits: Limits, defaults: Mapping[str, Any]
 ) -> tuple[Generation | StopRequest | Stopped | AdapterOrder, bool]:
-    """Read Triton's request; returns it and whether it is direct. Raises ``RequestError``."""
+    """Read Triton's request; returns it and whether it is direct: then ``defaults`` stand in place
+    of those of the wire. Raises ``RequestError``."""
     arrival_time_ns = time.time_ns()
     inputs = read_inputs(request)
     parameters = read_parameters(request)
@@ -85,6 +86,7 @@ def read_request(
             parameters,
             arrival_time_ns=arrival_time_ns,
             timeout_us=request.timeout(),
+            defaults=defaults,
             limits=limits,
         )
         return parsed, True

@@ -38,6 +38,7 @@ from minisgl_backend.limits import Limits
 from minisgl_backend.request import Finished, FinishReason
 from minisgl_backend.runtime.engine_base import EngineBase
 from minisgl_backend.runtime_files import QueueMarker, State, read_adapters, write_adapters
+from minisgl_backend.sampling_defaults import sampling_defaults
 from minisgl_backend.tritonserver.dispatch import Dispatcher
 from minisgl_backend.tritonserver.engine_metrics import EngineMetrics
 from minisgl_backend.tritonserver.engine_requests import (
@@ -90,6 +91,7 @@ class TritonPythonModel:
         directory = runtime_directory()
         self._options = options
         self._limits = Limits()
+        self._defaults = sampling_defaults(options)
         self._directory = directory
         self._engine = self._make_engine()
         self._metrics = EngineMetrics(
@@ -173,7 +175,7 @@ class TritonPythonModel:
 
     def _accept(self, request: Any, responder: Responder) -> None:
         with self._counting_refusals():
-            parsed, direct = read_request(request, self._limits)
+            parsed, direct = read_request(request, self._limits, self._defaults)
         if isinstance(parsed, AdapterOrder):
             if parsed.only_lists:  # waits for no adapter that is being loaded
                 self._carry_out(parsed, responder)

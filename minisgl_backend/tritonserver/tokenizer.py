@@ -31,6 +31,7 @@ from minisgl_backend.errors import Overloaded, Recovering
 from minisgl_backend.limits import Limits
 from minisgl_backend.request import EMPTY, IntArray
 from minisgl_backend.runtime_files import MarkerReader
+from minisgl_backend.sampling_defaults import sampling_defaults
 from minisgl_backend.text.chat_format import ChatFormat
 from minisgl_backend.text.tokenizer import PromptEncoder, RenderedChat
 from minisgl_backend.tritonserver.refusals import Rejections
@@ -97,6 +98,7 @@ class TritonPythonModel:
         self._limits = Limits()
         self._parse_special_tokens = options.parse_special_tokens
         self._exclude_input_in_output = options.exclude_input_in_output
+        self._defaults = sampling_defaults(options)
         spec = model_spec(options)
         self._context = options.max_sequence_length or spec.context
         self._encoder = PromptEncoder.load(
@@ -191,6 +193,7 @@ class TritonPythonModel:
             timeout_us=job.timeout_us,
             parse_special_tokens=self._parse_special_tokens,
             exclude_input_in_output=self._exclude_input_in_output,
+            defaults=self._defaults,
             limits=self._limits,
         )
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Final
 
 import numpy.typing as npt
@@ -37,6 +38,9 @@ from minisgl_backend.wire.parameters import BY_NAME, DEFAULTS
 PROMPTS: Final = ("text_input", "messages", "input_ids")
 """A request has one of these, or is a ``stop_request``."""
 
+NO_DEFAULTS: Final[Mapping[str, Any]] = MappingProxyType({})
+"""None but those of the wire."""
+
 _TIMEOUT: Final = Input(
     name="timeout", kind=Kind.INTEGER, meaning="microseconds", minimum=0, maximum=2**63 - 1
 )
@@ -51,6 +55,7 @@ def parse_generation(
     timeout_us: int = 0,
     parse_special_tokens: bool = False,
     exclude_input_in_output: bool = True,
+    defaults: Mapping[str, Any] = NO_DEFAULTS,
     limits: Limits,
 ) -> Generation | StopRequest:
     """A request to an ensemble, as the tokenizer gets it.
@@ -58,7 +63,8 @@ def parse_generation(
     ``inputs`` are the tensors by name, strings as objects; ``parameters``, the request parameters.
     ``timeout_us`` is Triton's own request timeout, 0 for none. ``parse_special_tokens`` and
     ``exclude_input_in_output`` are the defaults of the parameters of these names for a
-    ``text_input``, the latter for one without ``stream``.
+    ``text_input``, the latter for one without ``stream``. ``defaults`` stand in place of those of
+    the wire.
     """
     found = _gathered(inputs, parameters, limits)
     if "text_input" in found:
@@ -66,11 +72,16 @@ def parse_generation(
         if not found.get("stream"):
             found.setdefault("exclude_input_in_output", exclude_input_in_output)
     timeout_us = _timeout_us(parameters, timeout_us)
+    found = {**defaults, **found}
     return build(found, arrival_time_ns=arrival_time_ns, timeout_us=timeout_us, limits=limits)
 
 
 def parse_values(
-    given: Mapping[str, Any], *, arrival_time_ns: int, limits: Limits
+    given: Mapping[str, Any],
+    *,
+    arrival_time_ns: int,
+    defaults: Mapping[str, Any] = NO_DEFAULTS,
+    limits: Limits,
 ) -> Generation | StopRequest:
     """A request in this process: JSON values by name, ``input_ids`` as an array.
 
@@ -84,7 +95,8 @@ def parse_values(
         found.setdefault("return_logprobs", True)
     if found.get("return_logprobs"):
         found.setdefault("num_logprobs", 0)
-    return build(_completed(found), arrival_time_ns=arrival_time_ns, limits=limits)
+    found = {**defaults, **_completed(found)}
+    return build(found, arrival_time_ns=arrival_time_ns, limits=limits)
 
 
 def parse_token_generation(
@@ -93,6 +105,7 @@ def parse_token_generation(
     *,
     arrival_time_ns: int,
     timeout_us: int = 0,
+    defaults: Mapping[str, Any] = NO_DEFAULTS,
     limits: Limits,
 ) -> Generation | StopRequest:
     """A direct request to ``llm_engine``, by token ids: parameters about text are refused."""
@@ -101,6 +114,7 @@ def parse_token_generation(
         if BY_NAME[name].text_only and value != DEFAULTS[name]:
             raise Unsupported(f"{name} needs the text models; send it to an ensemble")
     timeout_us = _timeout_us(parameters, timeout_us)
+    found = {**defaults, **found}
     return build(found, arrival_time_ns=arrival_time_ns, timeout_us=timeout_us, limits=limits)
 
 

@@ -209,6 +209,7 @@ def test_messages_have_as_much_room_as_in_a_server() -> None:
         arrival_time_ns=0,
         parse_special_tokens=False,
         exclude_input_in_output=True,
+        defaults={},
         limits=Limits(prompt_bytes=300),
     )
     assert isinstance(read.prompt, MessagesPrompt)

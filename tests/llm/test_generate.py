@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +22,7 @@ import minisgl_backend
 from minisgl_backend import LLM, Output
 from minisgl_backend.build import build_engine
 from minisgl_backend.config import DEMO_MODEL, EngineOptions
-from minisgl_backend.errors import InvalidRequest
+from minisgl_backend.errors import ConfigError, InvalidRequest
 from minisgl_backend.request import Event, Failed, Finished, Generated, Request, SamplingParams
 from minisgl_backend.text.tokenizer import PromptEncoder
 from minisgl_backend.wire.generation import MessagesPrompt, Prompt, TextPrompt
@@ -252,6 +255,23 @@ def test_special_tokens_are_parsed_if_the_operator_says_so() -> None:
             [{"max_tokens": 1}, {"max_tokens": 1, "parse_special_tokens": False}],
         )
     assert parsed.num_input_tokens == 1 < plain.num_input_tokens
+
+
+def test_what_parameters_leave_out_may_be_as_the_model_recommends(tmp_path: Path) -> None:
+    """With ``top_k`` 1 all answers are the greedy one."""
+    shutil.copytree(DEMO_MODEL, tmp_path / "model")
+    advice = tmp_path / "model" / "generation_config.json"
+    advice.write_text(json.dumps({"top_k": 1, "temperature": 0.7, "eos_token_id": 2}))
+    with LLM(tmp_path / "model", num_pages=64, sampling_defaults="model") as llm:
+        own = {"max_tokens": 12, "ignore_eos": True}
+        asked: list[dict[str, Any]] = [{"temperature": 0}, {}, {}, {"top_k": 0, "temperature": 5.0}]
+        greedy, one, other, warm = llm.generate(
+            ["The capital of France is"] * 4, [{**own, "seed": 3, **more} for more in asked]
+        )
+    assert greedy.token_ids == one.token_ids == other.token_ids != warm.token_ids
+    advice.write_text(json.dumps({"top_p": 2.0}))
+    with pytest.raises(ConfigError, match=r"generation_config.json: top_p must be"):
+        LLM(tmp_path / "model", sampling_defaults="model")
 
 
 def test_300_prompts_go_through_a_queue_that_has_no_room_for_them() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import queue
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -122,6 +123,40 @@ def test_text_becomes_ids_and_a_record(tokenizer: Tokenizer) -> None:
     assert record.sampling.temperature == 0.5
     assert record.timeout_ms == 2000
     assert before_ns <= record.arrival_time_ns <= time.time_ns()
+
+
+def test_what_requests_leave_out_may_be_as_the_model_recommends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only with the option, and never in place of what a request says."""
+    monkeypatch.setenv("MINISGL_RUNTIME_DIR", str(tmp_path))
+    folder = tmp_path / "model"
+    shutil.copytree(Path(DEMO_MODEL), folder)
+    advice = {"temperature": 0.75, "top_p": 0.875, "top_k": 20, "do_sample": True}
+    (folder / "generation_config.json").write_text(json.dumps(advice))
+    config = tmp_path / "repository" / "llm_engine" / "config.pbtxt"
+    config.parent.mkdir(parents=True)
+    found = []
+    for option in ("request", "model"):
+        values = {"model": str(folder), "sampling_defaults": option}
+        lines = [
+            f'parameters {{ key: "{name}" value {{ string_value: "{value}" }} }}'
+            for name, value in values.items()
+        ]
+        config.write_text("\n".join(lines))
+        model = Tokenizer()
+        model.initialize(args(config.parent.parent, "tokenizer"))
+        request = pb_utils.InferenceRequest(
+            {"text_input": text("Hello")}, parameters={"top_p": "0.5"}
+        )
+        model.execute([request])
+        arrays = outputs(answer_of(request))
+        record = decode_record(arrays["request"].item().decode(), arrays["input_ids"], Limits())
+        assert isinstance(record, Generation)
+        sampling = record.sampling
+        found.append((sampling.temperature, sampling.top_p, sampling.top_k))
+        model.finalize()
+    assert found == [(1.0, 0.5, 0), (0.75, 0.5, 20)]
 
 
 def test_errors_reach_the_client(tokenizer: Tokenizer) -> None:

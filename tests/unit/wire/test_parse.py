@@ -416,6 +416,25 @@ def test_the_timeout_of_generate_is_a_deadline() -> None:
     assert refusal({"timeout": -1}) == "INVALID_ARG: timeout must be >= 0, got -1"
 
 
+def test_other_defaults_stand_in_place_of_those_of_the_wire() -> None:
+    defaults, ids = {"temperature": 0.25, "top_k": 7}, np.array([1, 2], np.int32)
+    for given in ({}, {"top_k": 3}):
+        for request in (
+            parse_token_generation(
+                {"input_ids": ids}, given, arrival_time_ns=0, defaults=defaults, limits=LIMITS
+            ),
+            parse_generation(
+                {"input_ids": ids}, given, arrival_time_ns=0, defaults=defaults, limits=LIMITS
+            ),
+            parse_values(
+                {"input_ids": ids, **given}, arrival_time_ns=0, defaults=defaults, limits=LIMITS
+            ),
+        ):
+            assert isinstance(request, Generation)
+            assert request.sampling.temperature == 0.25
+            assert request.sampling.top_k == given.get("top_k", 7)
+
+
 @pytest.mark.parametrize("temperature", [-0.0, 1e-320, "-0", 1e-6])
 def test_greedy(temperature: Any) -> None:
     assert parse({"temperature": temperature}).sampling.is_greedy

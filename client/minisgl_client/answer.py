@@ -116,7 +116,18 @@ class ChatFormat:
     """What the model's chat template reveals about the answer to a chat."""
 
     tool_dialect: (
-        Literal["hermes", "qwen_xml", "glm", "gemma4", "llama3_json", "mistral", "harmony"] | None
+        Literal[
+            "hermes",
+            "qwen_xml",
+            "glm",
+            "minimax",
+            "seed",
+            "gemma4",
+            "llama3_json",
+            "mistral",
+            "harmony",
+        ]
+        | None
     )
     """How the template writes tool calls; None if it has no tools, or an unknown dialect."""
     tool_marks: frozenset[str]

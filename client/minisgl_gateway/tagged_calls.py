@@ -1,9 +1,13 @@
 """Calls whose arguments are written one by one between tags, as plain text.
 
-    QWEN  <tool_call><function=weather><parameter=city>Oslo</parameter></function></tool_call>
-    GLM   <tool_call>weather<arg_key>city</arg_key><arg_value>Oslo</arg_value></tool_call>
+    QWEN     <tool_call><function=weather><parameter=city>Oslo</parameter></function></tool_call>
+    SEED     the same between <seed:tool_call> and </seed:tool_call>
+    GLM      <tool_call>weather<arg_key>city</arg_key><arg_value>Oslo</arg_value></tool_call>
+    MINIMAX  <minimax:tool_call><invoke name="weather"><parameter name="city">Oslo</parameter>
+             </invoke></minimax:tool_call>, with one <invoke> or several
 
 Line breaks stand between the tags, and one on each side of a value of Qwen's is not part of it.
+Values of the others are all that stands between their tags.
 What the texts mean is for ``tagged_values`` to say. Must not know the text around calls
 (``tool_calls``).
 """
@@ -11,6 +15,7 @@ What the texts mean is for ``tagged_values`` to say. Must not know the text arou
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable
+from functools import partial
 from typing import Final
 
 from minisgl_gateway.call_syntax import (
@@ -36,12 +41,34 @@ KEY: Final = "<arg_key>"
 END_OF_KEY: Final = "</arg_key>"
 VALUE: Final = "<arg_value>"
 END_OF_VALUE: Final = "</arg_value>"
+OPENING_OF_SEED: Final = "<seed:tool_call>"
+CLOSING_OF_SEED: Final = "</seed:tool_call>"
+OPENING_OF_MINIMAX: Final = "<minimax:tool_call>"
+CLOSING_OF_MINIMAX: Final = "</minimax:tool_call>"
+INVOKE: Final = '<invoke name="'
+END_OF_INVOKE: Final = "</invoke>"
+NAMED_PARAMETER: Final = '<parameter name="'
+END_OF_NAME: Final = '">'
 
 
 def qwen(tools: Iterable[Tool] = ()) -> Syntax:
     """Qwen's syntax for calls of the tools."""
     kinds = ArgumentKinds(tools)
-    return Syntax((OPENING,), lambda: _follow_qwen(kinds), closing=CLOSING)
+    follow = partial(_follow_functions, kinds, OPENING, CLOSING, line_break="\n")
+    return Syntax((OPENING,), follow, closing=CLOSING)
+
+
+def seed(tools: Iterable[Tool] = ()) -> Syntax:
+    """Seed's syntax for calls of the tools."""
+    kinds, opening, closing = ArgumentKinds(tools), OPENING_OF_SEED, CLOSING_OF_SEED
+    follow = partial(_follow_functions, kinds, opening, closing, line_break="")
+    return Syntax((opening,), follow, closing=closing)
+
+
+def minimax(tools: Iterable[Tool] = ()) -> Syntax:
+    """MiniMax's syntax for calls of the tools. Each of several calls has an end of its own."""
+    kinds = ArgumentKinds(tools)
+    return Syntax((OPENING_OF_MINIMAX,), lambda: _follow_minimax(kinds), closing=END_OF_INVOKE)
 
 
 def glm(tools: Iterable[Tool] = ()) -> Syntax:
@@ -50,8 +77,11 @@ def glm(tools: Iterable[Tool] = ()) -> Syntax:
     return Syntax((OPENING,), lambda: _follow_glm(kinds), closing=CLOSING)
 
 
-def _follow_qwen(kinds: ArgumentKinds) -> Following:
-    yield from mark(OPENING)
+def _follow_functions(
+    kinds: ArgumentKinds, opening: str, closing: str, *, line_break: str
+) -> Following:
+    """The form of Qwen and Seed; ``line_break`` stands on each side of a value."""
+    yield from mark(opening)
     yield from mark(FUNCTION, first=(yield from blanks()))
     name, _ = yield from name_before((yield None), ">")
     texts: dict[str, str] = {}
@@ -60,9 +90,34 @@ def _follow_qwen(kinds: ArgumentKinds) -> Following:
         key, _ = yield from name_before((yield None), ">")
         strings = JsonStrings() if kinds.are_json(name, key) else None
         text, tag = yield from _text(strings, END_OF_PARAMETER, PARAMETER, END_OF_FUNCTION)
-        _add(texts, key, text.removeprefix("\n").removesuffix("\n"))
-    yield from mark(CLOSING, first=(yield from blanks()))
+        _add(texts, key, text.removeprefix(line_break).removesuffix(line_break))
+    yield from mark(closing, first=(yield from blanks()))
     return CalledTool(name, kinds.as_json(name, texts))
+
+
+def _follow_minimax(kinds: ArgumentKinds) -> Following:
+    yield from mark(OPENING_OF_MINIMAX)
+    tag = yield from mark(INVOKE, first=(yield from blanks()))
+    while tag == INVOKE:
+        name = yield from _quoted_name()
+        texts: dict[str, str] = {}
+        tag = yield from mark(NAMED_PARAMETER, END_OF_INVOKE, first=(yield from blanks()))
+        while tag == NAMED_PARAMETER:
+            key = yield from _quoted_name()
+            strings = JsonStrings() if kinds.are_json(name, key) else None
+            text, tag = yield from _text(strings, END_OF_PARAMETER, NAMED_PARAMETER, END_OF_INVOKE)
+            _add(texts, key, text)
+        char = yield CalledTool(name, kinds.as_json(name, texts))
+        char = yield from blanks(first=char)
+        tag = yield from mark(INVOKE, CLOSING_OF_MINIMAX, first=char)
+    return None
+
+
+def _quoted_name() -> Generator[None, str, str]:
+    """A name up to the end of the tag in which it is quoted."""
+    name, char = yield from name_before((yield), END_OF_NAME[0])
+    yield from mark(END_OF_NAME, first=char)
+    return name
 
 
 def _follow_glm(kinds: ArgumentKinds) -> Following:

@@ -14,12 +14,21 @@ from typing import Final, Literal, TypeAlias
 from jinja2 import meta, nodes
 
 ToolDialect: TypeAlias = Literal[
-    "hermes", "qwen_xml", "glm", "gemma4", "llama3_json", "mistral", "harmony"
+    "hermes",
+    "qwen_xml",
+    "glm",
+    "minimax",
+    "seed",
+    "gemma4",
+    "llama3_json",
+    "mistral",
+    "harmony",
 ]
 
 _THINKING: Final = (
     ("[THINK]", "[/THINK]"),
     ("<think>", "</think>"),
+    ("<seed:think>", "</seed:think>"),
     ("<|channel>thought", "<channel|>"),
 )
 _ANALYSIS: Final = ("<|channel|>analysis<|message|>", "<|end|>")
@@ -29,11 +38,16 @@ _MARKS: Final[dict[ToolDialect, tuple[str, ...]]] = {
     "hermes": ("<tool_call>", "</tool_call>"),
     "qwen_xml": ("<tool_call>", "</tool_call>", "<function=", "<parameter="),
     "glm": ("<tool_call>", "</tool_call>", "<arg_key>", "<arg_value>"),
+    "minimax": (
+        *("<minimax:tool_call>", "</minimax:tool_call>"),
+        *('<invoke name="', '<parameter name="'),
+    ),
+    "seed": ("<seed:tool_call>", "</seed:tool_call>", "<function=", "<parameter="),
     "gemma4": ("<|tool_call>", "<tool_call|>", '<|"|>'),
     "llama3_json": ("<|python_tag|>",),
     "harmony": ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>"),
 }
-_MARKED: Final[tuple[ToolDialect, ...]] = ("qwen_xml", "glm", "gemma4")
+_MARKED: Final[tuple[ToolDialect, ...]] = ("qwen_xml", "glm", "minimax", "seed", "gemma4")
 """Dialects of templates that write all of their marks."""
 _OTHERS: Final = ("<function=", "<arg_key>", "<TOOLCALL>")
 """Marks of other dialects that resemble these, as far as they are none of them."""

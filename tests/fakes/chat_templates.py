@@ -128,6 +128,52 @@ GLM_4_5 = """{%- for tool in tools or () %}
     {%- endfor %}
 {%- endfor %}"""
 
+SEED_OSS = """{%- for tool in tools or () %}
+    {{- 'Call ' + tool.function.name + ' so: <seed:tool_call>\\n<function=name>\\n' }}
+    {{- '<parameter=key>value</parameter>\\n</function>\\n</seed:tool_call>' }}
+{%- endfor %}
+{%- for message in messages %}
+    {{- '<seed:bos>' + message.role + '\\n' + message.content }}
+    {%- for call in message.tool_calls or () %}
+        {{- '\\n<seed:tool_call>\\n<function=' + call.function.name + '>\\n' }}
+        {%- for name, value in call.function.arguments.items() %}
+            {{- '<parameter=' + name + '>' }}
+            {{- (value if value is string else value | tojson) + '</parameter>\\n' }}
+        {%- endfor %}
+        {{- '</function>\\n</seed:tool_call>' }}
+    {%- endfor %}
+    {{- '<seed:eos>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<seed:bos>assistant\\n' }}
+    {%- if thinking_budget == 0 %}{{- '<seed:think>\\n</seed:think>' }}{% endif %}
+{%- endif %}"""
+MINIMAX_M2 = """{%- for tool in tools or () %}
+    {{- 'Call ' + tool.function.name + ' so: <minimax:tool_call>\\n<invoke name="name">\\n' }}
+    {{- '<parameter name="key">value</parameter>\\n</invoke>\\n</minimax:tool_call>' }}
+{%- endfor %}
+{%- for message in messages %}
+    {{- ']~b]' + message.role + '\\n' }}
+    {%- if message.reasoning_content %}
+        {{- '<think>\\n' + message.reasoning_content + '\\n</think>\\n' }}
+    {%- endif %}
+    {{- message.content }}
+    {%- if message.tool_calls %}
+        {{- '\\n<minimax:tool_call>\\n' }}
+        {%- for call in message.tool_calls %}
+            {{- '<invoke name="' + call.function.name + '">\\n' }}
+            {%- for name, value in call.function.arguments.items() %}
+                {{- '<parameter name="' + name + '">' }}
+                {{- (value if value is string else value | tojson) + '</parameter>\\n' }}
+            {%- endfor %}
+            {{- '</invoke>\\n' }}
+        {%- endfor %}
+        {{- '</minimax:tool_call>' }}
+    {%- endif %}
+    {{- '[e~[\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- ']~b]ai\\n<think>\\n' }}{% endif %}"""
+
 DEEPSEEK_R1_DISTILL = """{% if not add_generation_prompt is defined %}
 {% set add_generation_prompt = false %}{% endif %}{{ bos_token }}
 {%- for message in messages %}

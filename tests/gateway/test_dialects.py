@@ -11,7 +11,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 import jsonschema
 import numpy as np
@@ -29,6 +29,7 @@ from minisgl_gateway.tools import Calls, Tool
 
 from minisgl_backend.errors import InvalidRequest
 from minisgl_backend.grammar.matchers import Batch, Grammars, State
+from minisgl_backend.text.chat_format import ToolDialect
 from minisgl_backend.text.detokenizer import TextStream
 from minisgl_backend.text.template import ChatTemplate
 from minisgl_backend.text.tokenizer_files import load_definition, load_vocabulary
@@ -86,6 +87,8 @@ DIALECTS: Final = {
     "hermes": dialect_of(shown("hermes")),
     "qwen_xml": dialect_of(shown("qwen_xml")),
     "glm": dialect_of(shown("glm")),
+    "minimax": dialect_of(shown("minimax")),
+    "seed": dialect_of(shown("seed")),
     "gemma4": dialect_of(shown("gemma4")),
     "llama3_json": dialect_of(shown("llama3_json")),
     "mistral": dialect_of(shown("mistral")),
@@ -239,6 +242,8 @@ BEGUN: Final = {
     "hermes": "Let me see. <tool_call>",
     "qwen_xml": "Let me see. <tool_call>",
     "glm": "Let me see. <tool_call>",
+    "minimax": "Let me see. <minimax:tool_call>",
+    "seed": "Let me see. <seed:tool_call>",
     "gemma4": "Let me see. <|tool_call>",
     "plain": "Let me see. <tool_call>",
     "llama3_json": 'Let me see. {"name"',
@@ -329,7 +334,7 @@ def test_nothing_is_enforced_without_need() -> None:
 
 
 def test_the_dialect_is_that_of_the_template_or_of_the_operator() -> None:
-    for name in ("hermes", "qwen_xml", "glm", "gemma4", "llama3_json", "mistral"):
+    for name in get_args(ToolDialect):
         assert dialect_of(shown(name)).name == name
         assert dialect_of(shown(None), name).name == dialect_of(None, name).name == name
     assert dialect_of(shown(None)).name == dialect_of(shown("hermes"), "plain").name == "plain"
@@ -391,7 +396,7 @@ TEXTS: Final = (
     ],
 )
 @pytest.mark.parametrize("way", [0, -1])
-@pytest.mark.parametrize("name", ["qwen_xml", "glm"])
+@pytest.mark.parametrize("name", ["qwen_xml", "glm", "minimax", "seed"])
 def test_texts_between_tags_are_read_as_what_the_schema_allows(
     engine: Engine, name: str, way: int, texts: dict[str, str], arguments: dict[str, Any] | None
 ) -> None:
@@ -416,7 +421,7 @@ def test_texts_between_tags_are_read_as_what_the_schema_allows(
     check([call], TEXTS, enforced=True)
 
 
-@pytest.mark.parametrize("name", ["qwen_xml", "glm"])
+@pytest.mark.parametrize("name", ["qwen_xml", "glm", "minimax", "seed"])
 def test_calls_between_tags_may_follow_each_other_on_new_lines_or_directly(
     engine: Engine, name: str
 ) -> None:
@@ -428,7 +433,7 @@ def test_calls_between_tags_may_follow_each_other_on_new_lines_or_directly(
             assert engine.allows(tag, between.join([call] * 3)) == is_right
 
 
-@pytest.mark.parametrize("name", ["qwen_xml", "glm"])
+@pytest.mark.parametrize("name", ["qwen_xml", "glm", "minimax", "seed"])
 @pytest.mark.parametrize(
     "parameters",
     [

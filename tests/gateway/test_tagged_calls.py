@@ -23,27 +23,43 @@ from tests.gateway.test_tool_calls import read
 SyntaxOf = Callable[[Iterable[Tool]], Syntax]
 WEATHER: Final = CalledTool("weather", '{"city": "Bogotá"}')
 NOW: Final = CalledTool("now", "{}")
-SYNTAXES: Final[dict[str, SyntaxOf]] = {"qwen": tagged_calls.qwen, "glm": tagged_calls.glm}
+SYNTAXES: Final[dict[str, SyntaxOf]] = {
+    "qwen": tagged_calls.qwen,
+    "glm": tagged_calls.glm,
+    "minimax": tagged_calls.minimax,
+    "seed": tagged_calls.seed,
+}
 CALLS: Final = {
     "qwen": "<tool_call>\n<function=weather>\n<parameter=city>\nBogotá\n</parameter>\n"
     "</function>\n</tool_call>",
     "glm": "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Bogotá</arg_value>\n"
     "</tool_call>",
+    "minimax": '<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">Bogotá'
+    "</parameter>\n</invoke>\n</minimax:tool_call>",
+    "seed": "<seed:tool_call>\n<function=weather>\n<parameter=city>Bogotá</parameter>\n"
+    "</function>\n</seed:tool_call>",
 }
 SHORT: Final = {
     "qwen": "<tool_call><function=weather><parameter=city>Bogotá</parameter></function>"
     "</tool_call>",
     "glm": "<tool_call>weather<arg_key>city</arg_key><arg_value>Bogotá</arg_value></tool_call>",
+    "minimax": '<minimax:tool_call><invoke name="weather"><parameter name="city">Bogotá'
+    "</parameter></invoke></minimax:tool_call>",
+    "seed": "<seed:tool_call><function=weather><parameter=city>Bogotá</parameter></function>"
+    "</seed:tool_call>",
 }
 EMPTY: Final = {
     "qwen": "<tool_call>\n<function=now>\n</function>\n</tool_call>",
     "glm": "<tool_call>now\n</tool_call>",
+    "minimax": '<minimax:tool_call>\n<invoke name="now">\n</invoke>\n</minimax:tool_call>',
+    "seed": "<seed:tool_call>\n<function=now>\n</function>\n</seed:tool_call>",
 }
 
 
 @pytest.mark.parametrize("name", SYNTAXES)
 def test_texts_and_calls_in_order(name: str) -> None:
     syntax, call = SYNTAXES[name](()), CALLS[name]
+    (opening,), cut = syntax.openings, call[: call.rindex(syntax.closing) + 3]
     for text, parts in [
         ("Hello.", ["Hello."]),
         (call, [WEATHER]),
@@ -52,21 +68,46 @@ def test_texts_and_calls_in_order(name: str) -> None:
         (f"I look.\n\n{call}", ["I look.", WEATHER]),
         (f"{call} Done.", [WEATHER, " Done."]),
         (f"{call}\n{EMPTY[name]}\n", [WEATHER, NOW]),
-        (f"<tool_call>{call}", ["<tool_call>", WEATHER]),
-        ("a < b, and <tool", ["a < b, and <tool"]),
-        (f"So: {call[:-1]}", [f"So: {call[:-1]}"]),
+        (f"{opening}{call}", [opening, WEATHER]),
+        (f"a < b, and {opening[:5]}", [f"a < b, and {opening[:5]}"]),
+        (f"So: {cut}", [f"So: {cut}"]),
     ]:
         assert read(syntax, text) == parts
         assert read(syntax, *text) == parts
-    assert read(syntax, call.removesuffix("</tool_call>"), closed=True) == [WEATHER]
+    assert read(syntax, call[: call.rindex(syntax.closing)], closed=True) == [WEATHER]
     for end in range(len(call)):
+        begun = call[:end]
         reader = CallReader(syntax, calls_alone=True)
-        assert reader.push(call + "\n" + call[:end]) + reader.finish() == [WEATHER]
+        found = reader.push(f"{call}\n{begun}") + reader.finish()
+        assert found == [WEATHER] * (1 + begun.count(syntax.closing))
+
+
+def test_several_calls_between_the_same_tags() -> None:
+    opening, closing = "<minimax:tool_call>", "</minimax:tool_call>"
+    weather, now = (
+        of[name].removeprefix(opening).removesuffix(closing)
+        for of, name in ((CALLS, "minimax"), (EMPTY, "minimax"))
+    )
+    for text, parts in [
+        (f"{opening}{weather}{now}{closing} Done.", [WEATHER, NOW, " Done."]),
+        (f"{opening}{weather}{weather[:20]}", [WEATHER, weather[1:20]]),
+        (f"{opening}{weather} So {now}{closing}", [WEATHER, f"So {now}{closing}".strip()]),
+    ]:
+        for pieces in ([text], text):
+            found = read(tagged_calls.minimax(), *pieces)
+            assert [one.strip() if isinstance(one, str) else one for one in found] == [
+                one.strip() if isinstance(one, str) else one for one in parts
+            ]
 
 
 @pytest.mark.parametrize(
     ("name", "text"),
     [
+        ("minimax", "<minimax:tool_call></minimax:tool_call>"),
+        ("minimax", "<minimax:tool_call><invoke name=now></invoke></minimax:tool_call>"),
+        ("minimax", '<minimax:tool_call><invoke name=""></invoke></minimax:tool_call>'),
+        ("minimax", '<minimax:tool_call><invoke name="now">So</invoke></minimax:tool_call>'),
+        ("seed", "<seed:tool_call><function=now></function></tool_call>"),
         ("qwen", '<tool_call>{"name": "now", "arguments": {}}</tool_call>'),
         ("qwen", "<tool_call><function=></function></tool_call>"),
         ("qwen", "<tool_call><function=a\nb></function></tool_call>"),
@@ -223,8 +264,16 @@ def test_halves_of_surrogate_pairs_cannot_be_encoded_and_are_replaced() -> None:
     assert read(tagged_calls.qwen(), text) == [CalledTool("weather", r'{"city": ["\ufffd"]}')]
 
 
-@pytest.mark.parametrize(("name", "template"), [("qwen", "QWEN3_CODER"), ("glm", "GLM_4_5")])
-def test_what_a_template_writes_is_read(name: str, template: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "template", "end"),
+    [
+        ("qwen", "QWEN3_CODER", "<|im_end|>"),
+        ("glm", "GLM_4_5", ""),
+        ("minimax", "MINIMAX_M2", "[e~["),
+        ("seed", "SEED_OSS", "<seed:eos>"),
+    ],
+)
+def test_what_a_template_writes_is_read(name: str, template: str, end: str) -> None:
     arguments: dict[str, Any] = {
         "text": "two\nlines, <b>and tags</b>",
         "word": "2",
@@ -240,7 +289,9 @@ def test_what_a_template_writes_is_read(name: str, template: str) -> None:
     rendered = ChatTemplate(getattr(chat_templates, template), {}, max_chars=10**6).render(
         [message], None, {}
     )
-    _, *calls = read(SYNTAXES[name]([TYPED]), rendered.removesuffix("<|im_end|>"))
+    if end:
+        rendered = rendered[: rendered.index(end)]
+    _, *calls = read(SYNTAXES[name]([TYPED]), rendered)
     assert len(calls) == 2
     for called in calls:
         assert isinstance(called, CalledTool) and called.name == "typed"
@@ -263,11 +314,24 @@ TAGS: Final = [
         "</arg_key>",
         "<arg_value>",
         "</arg_value>",
+        "<seed:tool_call>",
+        "</seed:tool_call>",
+        "<minimax:tool_call>",
+        '<invoke name="f">',
+        '<parameter name="a">',
+        "</invoke>",
+        "</minimax:tool_call>",
         "\n",
         " ",
         "<",
     ),
 ]
+AROUND: Final = {
+    **dict.fromkeys(("qwen", "glm"), "<tool_call>.*</tool_call>"),
+    "minimax": "(<minimax:tool_call>)?.*</invoke>(</minimax:tool_call>)?",
+    "seed": "<seed:tool_call>.*</seed:tool_call>",
+}
+"""A call, without blanks, as a regular expression."""
 PARTS = st.one_of(
     st.sampled_from([*CALLS.values(), *SHORT.values(), *EMPTY.values()]),
     st.sampled_from(TAGS),
@@ -291,7 +355,7 @@ def test_cuts_do_not_matter_and_text_outside_of_calls_is_kept(
             pattern += re.escape("".join(part.split()))
         else:
             assert isinstance(json.loads(part.arguments), dict)
-            pattern += "<tool_call>.*</tool_call>"
+            pattern += AROUND[name]
     assert re.fullmatch(pattern, "".join(text.split()))
 
 
@@ -301,7 +365,7 @@ def test_hostile_texts_are_read_in_bounded_steps(name: str, size: int) -> None:
     call = CALLS[name]
     closings = re.findall("</[^>]*>", call)
     for text in (
-        "<tool_call>" * 8_000,
+        SYNTAXES[name](()).openings[0] * 8_000,
         call[: call.index("Bog")] * 2_000,
         call[:-1] * 2_000,
         *(call.replace("Bog", f"{closing}\n" * 8_000) for closing in closings),

@@ -16,7 +16,16 @@ from minisgl_gateway.tool_calls import CallReader
 from minisgl_gateway.tools import Calls, Tool, function_of
 
 DialectName: TypeAlias = Literal[
-    "hermes", "qwen_xml", "glm", "gemma4", "llama3_json", "mistral", "harmony", "plain"
+    "hermes",
+    "qwen_xml",
+    "glm",
+    "minimax",
+    "seed",
+    "gemma4",
+    "llama3_json",
+    "mistral",
+    "harmony",
+    "plain",
 ]
 Message: TypeAlias = Mapping[str, Any]
 Schema: TypeAlias = dict[str, Any]

@@ -14,11 +14,14 @@ from minisgl_gateway.dialects.harmony import Harmony
 from minisgl_gateway.dialects.hermes import Hermes, Plain
 from minisgl_gateway.dialects.llama import Llama
 from minisgl_gateway.dialects.mistral import Mistral
-from minisgl_gateway.dialects.tagged import Glm, QwenXml
+from minisgl_gateway.dialects.tagged import Glm, MiniMax, QwenXml, Seed
 
 _DIALECTS: Final[Mapping[str, Dialect]] = {
     dialect.name: dialect
-    for dialect in (Hermes(), QwenXml(), Glm(), Gemma4(), Llama(), Harmony(), Plain())
+    for dialect in (
+        *(Hermes(), QwenXml(), Seed(), Glm(), MiniMax()),
+        *(Gemma4(), Llama(), Harmony(), Plain()),
+    )
 }
 
 

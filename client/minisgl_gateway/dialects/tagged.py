@@ -90,20 +90,57 @@ class QwenXml(_Tagged):
     name: ClassVar[DialectName] = "qwen_xml"
     syntax = tagged_calls.qwen()
     _closing = tagged_calls.END_OF_PARAMETER
+    _end_of_call: ClassVar[str] = tagged_calls.CLOSING
 
     def _syntax_for(self, tools: Sequence[Tool]) -> Syntax:
         return tagged_calls.qwen(tools)
 
     def _around_call(self, name: str, line_break: str) -> tuple[str, str]:
-        begin = f"{tagged_calls.OPENING}{line_break}{tagged_calls.FUNCTION}{name}>"
-        return (
-            begin,
-            f"{line_break}{tagged_calls.END_OF_FUNCTION}{line_break}{tagged_calls.CLOSING}",
-        )
+        (opening,) = self.syntax.openings
+        begin = f"{opening}{line_break}{tagged_calls.FUNCTION}{name}>"
+        return begin, f"{line_break}{tagged_calls.END_OF_FUNCTION}{line_break}{self._end_of_call}"
 
     def _around_argument(self, name: str, line_break: str) -> tuple[str, str]:
         begin = f"{line_break}{tagged_calls.PARAMETER}{name}>{line_break}"
         return begin, f"{line_break}{tagged_calls.END_OF_PARAMETER}"
+
+
+class Seed(QwenXml):
+    """Seed-OSS: as Qwen's, between other tags and without line breaks around values."""
+
+    name = "seed"
+    syntax = tagged_calls.seed()
+    keeps_special_tokens = True
+    _end_of_call = tagged_calls.CLOSING_OF_SEED
+
+    def _syntax_for(self, tools: Sequence[Tool]) -> Syntax:
+        return tagged_calls.seed(tools)
+
+    def _around_argument(self, name: str, line_break: str) -> tuple[str, str]:
+        begin = f"{line_break}{tagged_calls.PARAMETER}{name}>"
+        return begin, tagged_calls.END_OF_PARAMETER
+
+
+class MiniMax(_Tagged):
+    """MiniMax-M2. Its tags enclose one call or several; enforced calls have tags of their own."""
+
+    name: ClassVar[DialectName] = "minimax"
+    syntax = tagged_calls.minimax()
+    keeps_special_tokens = True
+    _closing = tagged_calls.END_OF_PARAMETER
+
+    def _syntax_for(self, tools: Sequence[Tool]) -> Syntax:
+        return tagged_calls.minimax(tools)
+
+    def _around_call(self, name: str, line_break: str) -> tuple[str, str]:
+        end = f"{line_break}{tagged_calls.END_OF_INVOKE}"
+        opening, closing = tagged_calls.OPENING_OF_MINIMAX, tagged_calls.CLOSING_OF_MINIMAX
+        invoke = f"{tagged_calls.INVOKE}{name}{tagged_calls.END_OF_NAME}"
+        return f"{opening}{line_break}{invoke}", f"{end}{line_break}{closing}"
+
+    def _around_argument(self, name: str, line_break: str) -> tuple[str, str]:
+        begin = f"{tagged_calls.NAMED_PARAMETER}{name}{tagged_calls.END_OF_NAME}"
+        return f"{line_break}{begin}", tagged_calls.END_OF_PARAMETER
 
 
 class Glm(_Tagged):

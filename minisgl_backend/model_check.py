@@ -19,6 +19,7 @@ from minisgl_backend.host_memory import HostMemory
 from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.models.checkpoint import check_weights, weight_files
 from minisgl_backend.models.spec import ModelSpec
+from minisgl_backend.sampling_defaults import sampling_defaults
 from minisgl_backend.weight_format import CONVERT_TO_FP8
 
 _ITEM_BYTES: Final[Mapping[str, int]] = MappingProxyType(
@@ -30,10 +31,11 @@ def checked_spec(options: EngineOptions, folder: Path, device: str | None) -> Mo
     """The model in ``folder``, if its files and this machine allow loading it.
 
     Raises ``ConfigError`` if config.json is invalid or does not describe the weights, if the heads
-    cannot be split over the ranks, if a GPU has no kernels for heads of these sizes, or if a CPU's
-    memory cannot hold what is asked for.
+    cannot be split over the ranks, if a GPU has no kernels for heads of these sizes, if a CPU's
+    memory cannot hold what is asked for, or if requests cannot have what the checkpoint recommends.
     """
     spec = load_spec(folder)
+    sampling_defaults(options)
     if options.quantization is not None:
         if spec.weights is not None:
             raise ConfigError(

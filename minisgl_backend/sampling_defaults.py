@@ -1,4 +1,4 @@
-"""What requests that leave parameters of sampling out get (the option ``sampling_defaults``).
+"""The values of sampling parameters that a request leaves out (the option ``sampling_defaults``).
 
 Knows the option, and what a checkpoint recommends. Must not know requests.
 """

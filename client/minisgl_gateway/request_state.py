@@ -25,8 +25,9 @@ class Caller:
 
 @dataclass(slots=True)
 class RequestState:
-    """``deadline_s`` is the reading of ``time.monotonic`` at which the request must have ended.
+    """The state of one request.
 
+    ``deadline_s`` is the reading of ``time.monotonic`` at which it must have ended.
     ``callers_id`` is the id that the caller sent, or "". ``request_id`` goes into the headers of
     the answer if the caller sent none; a route replaces it by the id of its answer. A route also
     notes the ``adapter`` that is asked for as a model; ``without_effect``, names of parameters for

@@ -68,7 +68,7 @@ def seed(tools: Iterable[Tool] = ()) -> Syntax:
 def minimax(tools: Iterable[Tool] = ()) -> Syntax:
     """MiniMax's syntax for calls of the tools. Each of several calls has an end of its own."""
     kinds = ArgumentKinds(tools)
-    return Syntax((OPENING_OF_MINIMAX,), lambda: _follow_minimax(kinds), closing=END_OF_INVOKE)
+    return Syntax((OPENING_OF_MINIMAX,), partial(_follow_minimax, kinds), closing=END_OF_INVOKE)
 
 
 def glm(tools: Iterable[Tool] = ()) -> Syntax:

@@ -26,8 +26,8 @@ MOST_ROWS: Final = 4
 """Up to this many tokens, each row of x is multiplied separately by plain weights."""
 
 MOST_READ_AGAIN: Final = 40 * 2**20
-"""Bytes of a shared expert that each row reads separately, after the first: with more, kernels of
-its own are faster. Measured with GLM-4.5-Air in bfloat16 and FP8."""
+"""The most bytes of a shared expert that rows after the first may read again; above that, separate
+kernels are faster. Measured with GLM-4.5-Air in bfloat16 and FP8."""
 
 _PLAIN_FEATURES: Final = 128
 """Features per tile of plain weights, whose matrices have a multiple of them."""

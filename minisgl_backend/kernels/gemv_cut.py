@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from minisgl_backend.kernels.packed_weight import CodesKind
-from minisgl_backend.weight_format import Encoding
+from minisgl_backend.weight_format import Encoding, WeightFormat
 
 ROWS: Final = 16
 """Rows of the weight per thread block."""
@@ -126,6 +126,15 @@ def expert_gemv_cut(in_features: int, codes: CodesKind | None) -> GemvCut | None
         return None
     cut = one_batch_cut(in_features, columns, warps_at_once)
     return cut if cut.warps <= _MOST_WARPS_OF_EXPERTS else None
+
+
+def takes_experts(form: WeightFormat) -> bool:
+    """Whether weights in this format have an ``expert_gemv_cut``, as far as that is up to the
+    format."""
+    columns = form.block[1]
+    if form.encoding is Encoding.E4M3:
+        return columns in (None, _GROUP)
+    return form.encoding is Encoding.E2M1 or (form.encoding is Encoding.INT4 and columns == _GROUP)
 
 
 def one_batch_cut(in_features: int, most_columns: int, warps_at_once: int) -> GemvCut:

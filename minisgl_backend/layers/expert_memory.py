@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from minisgl_backend.experts_spec import ExpertsSpec
 from minisgl_backend.kernels.experts import ExpertWeights
+from minisgl_backend.kernels.gemv_cut import takes_experts
 from minisgl_backend.layers.expert_places import InterleavedPlace, check_interleaved, stacked_place
 from minisgl_backend.layers.feed_forward import GatedMLP
 from minisgl_backend.layers.matrix import DenseMatrix, Matrix
@@ -79,8 +80,9 @@ class ExpertMemory(nn.Module):
         self._gate = spec.gate
 
     def _is_alike(self, shared: GatedMLP | None) -> bool:
-        """Whether this MLP's weights have the format and the size of an expert's."""
-        if shared is None:
+        """Whether this MLP's weights have the format and the size of an expert's, and kernels for a
+        few tokens take them."""
+        if shared is None or (self.form is not None and not takes_experts(self.form)):
             return False
         matrices = shared.gate_up_proj.matrix, shared.down_proj.matrix
         return matrices[1].in_features == self.inner.size and all(
@@ -94,7 +96,7 @@ class ExpertMemory(nn.Module):
     def lay_out(self, shared: GatedMLP) -> None:
         """Make the MLP that all tokens take also the last expert in memory, where kernels for few
         tokens take it with the others. Only if it ``has_shared``, before weights are loaded. Codes
-        stay apart, since each kernel has its own order of scales: see ``copy``."""
+        are in memory twice, since each kernel has its own order of scales: see ``copy``."""
         assert self.has_shared
         for matrix, memory in self._pairs(shared):
             if isinstance(memory, nn.Parameter):
@@ -102,7 +104,8 @@ class ExpertMemory(nn.Module):
                 matrix.weight.data = memory.data[-1]
 
     def copy(self, shared: GatedMLP) -> None:
-        """Complete what ``lay_out`` began, once weights are loaded and before they are packed."""
+        """Copy that MLP, if it is in codes, to the last expert: once weights are loaded, and before
+        they are packed."""
         assert self.has_shared
         for matrix, memory in self._pairs(shared):
             if isinstance(memory, StoredWeight):

@@ -78,10 +78,8 @@ def load_spec(folder: Path) -> ModelSpec:
         config = ConfigReader(read_json(generation), "generation_config.json")
         eos = spec.eos_token_ids | set(config.integers("eos_token_id"))
         spec = replace(spec, eos_token_ids=eos)
-    if not spec.eos_token_ids:
-        spec = replace(spec, eos_token_ids=_end_of_tokenizer(folder))
     # others are never sampled, and no mask has a bit for them
-    known = frozenset(token for token in spec.eos_token_ids if token < spec.vocab_size)
+    known = _within(spec.eos_token_ids, spec) or _within(_end_of_tokenizer(folder), spec)
     spec = replace(spec, eos_token_ids=known)
     if not spec.tie_embeddings and is_headless(folder):
         spec = replace(spec, tie_embeddings=True, generates=False)
@@ -95,12 +93,19 @@ def recommended_sampling(folder: Path) -> dict[str, Any]:
     is checked here."""
     path = folder / "generation_config.json"
     values = read_json(path) if path.exists() else {}
+    if values.get("do_sample") is False:
+        values = {**values, "temperature": 0.0}
     found = {name: values.get(name) for name in _WITHOUT_EFFECT}
     return {
         name: value
         for name, value in found.items()
         if value is not None and value not in _WITHOUT_EFFECT[name]
     }
+
+
+def _within(token_ids: frozenset[int], spec: ModelSpec) -> frozenset[int]:
+    """Those of the vocabulary."""
+    return frozenset(token for token in token_ids if token < spec.vocab_size)
 
 
 def _end_of_tokenizer(folder: Path) -> frozenset[int]:

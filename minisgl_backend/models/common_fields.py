@@ -133,7 +133,10 @@ def read_rope(
 def _check_same(config: ConfigReader, former: Mapping[str, Any], given: Mapping[str, Any]) -> None:
     """Raise ``ConfigError`` if the two spellings contradict each other: a stretch that is added to
     a file of transformers 5, in the former spelling, must not be lost."""
-    one, other = ({"rope_type": table.get("type"), **table} for table in (former, given))
+    one, other = (
+        {**table, "rope_type": table.get("rope_type") or table.get("type")}
+        for table in (former, given)
+    )
     for key in sorted(one.keys() & other.keys() - {"type"}):
         if None not in (one[key], other[key]) and one[key] != other[key]:
             raise ConfigError(

@@ -29,6 +29,8 @@ _FOR_ALL_PARTS: Final = ("input_scale", "g_idx", "weight_g_idx")
 _NEEDLESS: Final = ("weight_shape",)
 """Says about a merged module what its other tensors say as well."""
 _OF_INPUTS: Final = "activation_scale"
+_BLOCK: Final = 128
+"""Rows and columns of the blocks in stacks of FP8."""
 _STACKED: Final = re.compile(
     r"(?P<experts>.+\.experts)\.(?P<part>gate_up_proj|down_proj)"
     r"(?:_(?P<scale>scale_inv|scale|activation_scale))?"
@@ -49,7 +51,7 @@ class StoredAs:
     is read has its dimensions the other way round.
 
     With a ``period``, the weight is scattered: it consists of as many such regions as fit into its
-    shape, each begins ``period`` after the one before, and they are joined along the last dimension
+    shape. Each begins ``period`` after the one before. They are joined along the last dimension
     that the region names.
     """
 
@@ -112,8 +114,9 @@ class TensorNames:
     for images and audio are left out. Tensors whose names begin with one of ``left_out`` are always
     left out.
     With ``keeps_stacks`` a tensor of all experts is one weight, not several of one expert each.
-    With ``transposed_stacks`` inputs come before outputs in such tensors, which are plain; with
-    ``hidden_size`` they do unless the tensor has this size where it must in the usual order.
+    With ``transposed_stacks`` inputs come before outputs in such tensors, which are plain. If
+    ``hidden_size`` is given, files may have either order: it is the usual one unless the tensor, or
+    the scales of its blocks, would then be of another hidden size.
     """
 
     renamed: tuple[tuple[str, str], ...] = ()
@@ -140,13 +143,14 @@ class TensorNames:
             own = f"model.{own}"
         stacked = None if self.keeps_stacks else _STACKED.fullmatch(own)
         if stacked is not None and len(shape) == (1 if stacked["scale"] == _OF_INPUTS else 3):
-            is_usual = not self.transposed_stacks
-            if self.hidden_size is not None and stacked["scale"] is None:
-                is_usual = shape[1 if stacked["part"] == "down_proj" else 2] == self.hidden_size
-            if is_usual:
+            scale, is_transposed = stacked["scale"], self.transposed_stacks
+            if self.hidden_size is not None and scale in (None, "scale_inv"):
+                size = self.hidden_size if scale is None else -(-self.hidden_size // _BLOCK)
+                is_transposed = shape[1 if stacked["part"] == "down_proj" else 2] != size
+            if not is_transposed:
                 yield from _of_experts(stacked, name, shape)
                 return
-            if stacked["scale"] is None:
+            if scale is None or self.hidden_size is not None:
                 yield from _of_transposed_experts(stacked, name, shape)
                 return
         module, _, kind = own.rpartition(".")
@@ -242,8 +246,8 @@ def _of_experts(
 def _of_transposed_experts(
     stacked: re.Match[str], name: str, shape: tuple[int, ...]
 ) -> Iterator[tuple[str, StoredAs]]:
-    """The same for plain weights, [num_experts, in_features, out_features], with gates before ups.
-    Raises ``ConfigError`` if gates and ups cannot be halves."""
+    """The same for weights [num_experts, in_features, out_features], with gates before ups, and for
+    the scales of their blocks. Raises ``ConfigError`` if gates and ups cannot be halves."""
     num_experts, ins, outs = shape
     parts = _parts_of(stacked)
     if outs % len(parts):
@@ -251,8 +255,9 @@ def _of_transposed_experts(
             f"{name} has the shape {shape}, whose {outs} columns are no gates and as many ups"
         )
     size = outs // len(parts)
+    kind = "weight" if stacked["scale"] is None else f"weight_{stacked['scale']}"
     for expert, (index, part) in product(range(num_experts), enumerate(parts)):
-        weight = f"{stacked['experts']}.{expert}.{part}.weight"
+        weight = f"{stacked['experts']}.{expert}.{part}.{kind}"
         region = expert, slice(0, ins), slice(index * size, (index + 1) * size)
         yield weight, StoredAs(name, (size, ins), region, transposed=True)
 
@@ -266,9 +271,13 @@ def _of_outputs(
     sizes: Mapping[str, int], name: str, shape: tuple[int, ...], at: int, num_heads: int
 ) -> Iterator[tuple[str, StoredAs]]:
     """The weights in a merged tensor: the outputs of each part, or blocks or words of them, which
-    are dimension ``at``. They may be ordered by heads."""
+    are dimension ``at``. They may be ordered by heads; then a single line of scales, which is that
+    of all heads, is each part's."""
     total, begin, count = sum(sizes.values()), 0, shape[at]
     before = tuple(slice(0, size) for size in shape[:at])
+    if num_heads > 1 and count == 1:
+        yield from ((part, StoredAs(name, shape)) for part in sizes)
+        return
     period = count // num_heads if num_heads > 1 else None
     for part, size in sizes.items():
         own, rest = divmod(size * count, total * num_heads)  # of a head

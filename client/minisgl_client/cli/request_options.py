@@ -74,7 +74,11 @@ def parameter_options(*, max_tokens: int) -> Callable[[_Command], _Command]:
             click.option("--seed", type=int, help="seed of the random numbers"),
             click.option("--top-k", type=int),
             click.option("--top-p", type=float),
-            click.option("--temperature", type=float, help="0 is greedy; 1 if absent"),
+            click.option(
+                "--temperature",
+                type=float,
+                help="0 is greedy; mostly 1 if absent",
+            ),
             click.option("--max-tokens", default=max_tokens, show_default=True),
         ):
             command = option(command)

@@ -1,4 +1,4 @@
-"""Launches ``expert_gemv.cu``: a few tokens times the weights of their experts, for ``experts``."""
+"""Launches ``expert_gemv.cu``: a few tokens times the weights of their experts."""
 
 from __future__ import annotations
 

@@ -67,7 +67,8 @@ class _PlainRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _RowsOfCodes:
-    """Up to ``MOST_CHOICES`` pairs, each separately, by weights in codes."""
+    """Up to ``MOST_CHOICES`` pairs besides those of a shared expert, each separately, by weights in
+    codes."""
 
     up: ExpertGemv
     down: ExpertGemv

@@ -3,6 +3,11 @@ router."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final
+
+from minisgl_backend.errors import ConfigError
 from minisgl_backend.experts_spec import ExpertsSpec, RoutingRule, SharedExpert
 from minisgl_backend.models.common_fields import common_fields
 from minisgl_backend.models.config_json import ConfigReader
@@ -61,6 +66,17 @@ def read_dots1(config: ConfigReader) -> ModelSpec:
     return ModelSpec(architecture="Dots1ForCausalLM", moe=moe, **fields)
 
 
+_OF_MINIMAX_M2: Final[Mapping[str, object]] = MappingProxyType(
+    {
+        "scoring_func": "sigmoid",
+        "shared_intermediate_size": 0,
+        "use_routing_bias": True,
+        "use_qk_norm": True,
+    }
+)
+"""What is always so, though config.json has a key for it."""
+
+
 def read_minimax_m2(config: ConfigReader) -> ModelSpec:
     """``MiniMaxM2ForCausalLM``, MiniMax-M2: Mixtral's experts by DeepSeek's router without groups,
     norms over all heads of queries and of keys, and heads that rotate in part (``rotary_dim``)."""
@@ -71,6 +87,11 @@ def read_minimax_m2(config: ConfigReader) -> ModelSpec:
         head_dim = config.integer("head_dim", maximum=MOST_HEADS)
         rotated = config.integer("rotary_dim", maximum=head_dim) / head_dim
         config = config.with_defaults(partial_rotary_factor=rotated)
+    for key, only in _OF_MINIMAX_M2.items():
+        if (given := config.values.get(key, only)) != only:
+            raise ConfigError(f"{config.where}: {key} {given!r} is not supported, only {only!r}")
+    if set(kinds := config.integers("attn_type_list")) - {1}:
+        raise config.error("attn_type_list", "1 for each layer", kinds)
     fields = common_fields(config, partial=True)
     num_layers = fields["num_layers"]
     rule = RoutingRule(

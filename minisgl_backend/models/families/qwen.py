@@ -118,22 +118,23 @@ def _of_qwen2_vl(config: ConfigReader) -> ModelSpec:
     text = _text_of_vl(config).with_defaults(
         rope_theta=1e6, rms_norm_eps=1e-5, num_key_value_heads=8, max_window_layers=80
     )
-    key = "rope_scaling" if text.table("rope_scaling") else "rope_parameters"
-    scaling = {
-        kind: "default" if kind in ("type", "rope_type") and value == "mrope" else value
-        for kind, value in text.table(key).items()
-    }
-    return read_qwen2(text.with_values(**{key: scaling}) if scaling else text)
+    return read_qwen2(text)
 
 
 def _text_of_vl(config: ConfigReader) -> ConfigReader:
-    """The config of the text part, which may lie beside that of the vision part. Embeddings are
-    tied if either level says so."""
-    if "text_config" not in config.values:
-        return config
-    tied = config.part("text_config").flag("tie_word_embeddings")
-    outer = config.with_values(tie_word_embeddings=True) if tied else config
-    return text_config(outer, tied=False)
+    """The config of the text part, which may lie beside that of the vision part, with the usual
+    rotation. Embeddings are tied if either level says so."""
+    if "text_config" in config.values:
+        tied = config.part("text_config").flag("tie_word_embeddings")
+        outer = config.with_values(tie_word_embeddings=True) if tied else config
+        config = text_config(outer, tied=False)
+    for key in ("rope_scaling", "rope_parameters"):
+        if table := config.table(key):
+            kinds = {
+                kind: "default" for kind in ("type", "rope_type") if table.get(kind) == "mrope"
+            }
+            config = config.with_values(**{key: {**table, **kinds}})
+    return config
 
 
 def _qwen(config: ConfigReader) -> ConfigReader:

@@ -13,10 +13,11 @@ from minisgl_backend.kernels.gemv_cut import (
     expert_codes_bytes,
     expert_gemv_cut,
     gemv_cut,
+    takes_experts,
     usual_cut,
 )
 from minisgl_backend.kernels.packed_weight import CodesKind
-from minisgl_backend.weight_format import Encoding
+from minisgl_backend.weight_format import Encoding, Layout, WeightFormat
 
 INT4 = CodesKind(Encoding.INT4, 128, 1, True)
 KINDS = [
@@ -109,6 +110,28 @@ def test_measured_experts() -> None:
     assert expert_gemv_cut(2048, FP8) == GemvCut(4, 4, 6)
     assert expert_gemv_cut(768, FP8) == GemvCut(3, 2, 12)
     assert expert_gemv_cut(2048, None) == GemvCut(2, 8, 3)
+
+
+@pytest.mark.parametrize(
+    ("encoding", "block", "group", "fits"),
+    [
+        (Encoding.E4M3, (128, 128), 128, True),
+        (Encoding.E4M3, (1, None), 0, True),
+        (Encoding.E4M3, (64, 64), 64, False),
+        (Encoding.INT4, (1, 128), 128, True),
+        (Encoding.INT4, (1, 64), 64, False),
+        (Encoding.INT4, (1, None), 0, False),
+        (Encoding.INT8, (1, 128), 128, False),
+        (Encoding.E2M1, (1, 32), 128, True),
+    ],
+)
+def test_formats_of_experts(
+    encoding: Encoding, block: tuple[int, int | None], group: int, fits: bool
+) -> None:
+    form = WeightFormat(layout=Layout.CONVERTED, encoding=encoding, block=block)
+    assert takes_experts(form) is fits
+    cut = expert_gemv_cut(2048, CodesKind(encoding, group, 1, zeros=False))
+    assert (cut is not None) is fits
 
 
 def test_which_experts() -> None:

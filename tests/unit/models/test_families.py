@@ -518,8 +518,15 @@ def test_router_and_rotation_of_minimax() -> None:
     gate = spec.weights.of(f"{layer}.mlp.gate", f"{layer}.block_sparse_moe.gate")
     expert = f"{layer}.mlp.experts.3.gate_proj", f"{layer}.block_sparse_moe.experts.3.w1"
     assert gate is None and str(spec.weights.of(*expert)) == "fp8 in blocks of 128 x 128"
-    with pytest.raises(ConfigError, match="rotary_dim must be"):
-        parse_spec({**MINIMAX_M2, "rotary_dim": 129})
+    for key, value, message in (
+        ("rotary_dim", 129, "rotary_dim must be"),
+        ("scoring_func", "softmax", "scoring_func 'softmax' is not supported, only 'sigmoid'"),
+        ("shared_intermediate_size", 1536, "shared_intermediate_size 1536 is not supported"),
+        ("use_qk_norm", False, "use_qk_norm False is not supported"),
+        ("attn_type_list", [1, 0], "attn_type_list must be 1 for each layer"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            parse_spec({**MINIMAX_M2, key: value})
 
 
 def test_biases_of_seed_oss() -> None:
@@ -540,6 +547,8 @@ def test_text_parts_of_qwens_that_see() -> None:
     text = {key: QWEN_2_5_VL_7B[key] for key in QWEN_2_5_VL_7B.keys() - nested.keys()}
     assert parse_spec({**nested, "text_config": text}) == spec
     stretched = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    both = {"rope_parameters": {"rope_type": "mrope", "rope_theta": 1e6}}
+    assert parse_spec({**QWEN_2_5_VL_7B, **both}).rope == spec.rope
     rope = parse_spec({**QWEN_2_5_VL_7B, "rope_scaling": stretched}).rope
     assert (rope.scaling, rope.factor, rope.original_max_positions) == ("yarn", 4.0, 32768)
 

@@ -77,6 +77,13 @@ REFUSED: Final[dict[str, tuple[dict[str, Any], str]]] = {
         },
         "rope_type is 'yarn' in rope_scaling and 'default' in rope_parameters; leave only one",
     ),
+    "two rotations, one of them under an older key": (
+        {
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+            "rope_scaling": {"type": "yarn", "rope_type": None, "factor": 4.0},
+        },
+        "rope_type is 'yarn' in rope_scaling and 'default' in rope_parameters; leave only one",
+    ),
     "two thetas": (
         {"rope_parameters": {"rope_theta": 1e6}, "rope_scaling": {"rope_theta": 1e4}},
         "rope_theta is 10000.0 in rope_scaling and 1000000.0 in rope_parameters",
@@ -170,6 +177,8 @@ def test_a_model_that_names_no_eos_id_ends_as_its_tokenizer_says(tmp_path: Path,
     assert load_spec(tmp_path).eos_token_ids == {151645}
     (tmp_path / "config.json").write_text(json.dumps({**QWEN_3_0_6B, "eos_token_id": None}))
     assert load_spec(tmp_path).eos_token_ids == {7}
+    (tmp_path / "config.json").write_text(json.dumps({**QWEN_3_0_6B, "eos_token_id": 10**6}))
+    assert load_spec(tmp_path).eos_token_ids == {7}  # no token has the other id
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": null}')
     assert not load_spec(tmp_path).eos_token_ids
 
@@ -179,6 +188,8 @@ def test_sampling_that_a_checkpoint_recommends(tmp_path: Path) -> None:
     advice = {"temperature": 0.6, "top_k": 20, "top_p": 1.0, "do_sample": True, "min_p": None}
     (tmp_path / "generation_config.json").write_text(json.dumps(advice))
     assert recommended_sampling(tmp_path) == {"temperature": 0.6, "top_k": 20}
+    (tmp_path / "generation_config.json").write_text(json.dumps({**advice, "do_sample": False}))
+    assert recommended_sampling(tmp_path)["temperature"] == 0
 
 
 def test_eos_ids_beyond_the_vocabulary_are_left_out(tmp_path: Path) -> None:

@@ -104,6 +104,12 @@ def test_shapes_of_stacks_tell_their_order(
     names = TensorNames(hidden_size=6)
     for stored in dict(names.weights(f"mlp.experts.{part}", shape)).values():
         assert (stored.shape, stored.transposed) == (of_expert, transposed)
+    # the scales of a checkpoint with blocks of 128 x 128
+    names, scales = TensorNames(hidden_size=6 * 128), f"mlp.experts.{part}_scale_inv"
+    found = dict(names.weights(scales, shape))
+    assert all(name.endswith("_proj.weight_scale_inv") for name in found)
+    for stored in found.values():
+        assert (stored.shape, stored.transposed) == (of_expert, transposed)
 
 
 def test_merged_tensors_are_taken_apart(checkpoints: Path) -> None:
@@ -185,6 +191,8 @@ def test_tensors_merged_by_heads_are_taken_apart() -> None:
         (slice(None), slice(1, 3)),
         (slice(None), slice(4, 5)),
     ]
+    of_all = dict(names.weights("a.in_proj.weight_scale_inv", (1, 2)))
+    assert {stored.region for stored in of_all.values()} == {()} and len(of_all) == 2
     with pytest.raises(ConfigError, match="whose rows cannot be parts of 8, 16"):
         list(names.weights("a.in_proj.weight_scale_inv", (6, 2)))
 

@@ -28,6 +28,7 @@ from minisgl_backend.runtime_files import (
 )
 from minisgl_backend.tritonserver import window
 from minisgl_backend.tritonserver.channel import DetokenizerChannel
+from minisgl_backend.tritonserver.engine_requests import read_request
 from minisgl_backend.tritonserver.llm_engine import TritonPythonModel
 from minisgl_backend.wire.acks import Ack, Verdict
 from minisgl_backend.wire.generation import Generation, Stopped, TokenPrompt, Wanted
@@ -93,6 +94,16 @@ def test_a_request_is_bounded_in_size(model: Model) -> None:
     error = response.error()
     assert error is not None
     assert error.message().startswith("INVALID_ARG: a request must be at most")
+
+
+def test_a_direct_request_may_have_other_defaults() -> None:
+    asked = pb_utils.InferenceRequest(
+        {"input_ids": np.array([[3, 4]], np.int32)}, parameters={"top_p": 0.5}
+    )
+    defaults = {"top_k": 7, "top_p": 0.25}
+    parsed, direct = read_request(asked, Limits(), defaults)
+    assert direct and isinstance(parsed, Generation)
+    assert (parsed.sampling.top_k, parsed.sampling.top_p) == (7, 0.5)
 
 
 class SlowReader:

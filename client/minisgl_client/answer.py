@@ -7,7 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, TypeAlias
+
+ToolDialect: TypeAlias = Literal[
+    "hermes",
+    "qwen_xml",
+    "glm",
+    "minimax",
+    "seed",
+    "gemma4",
+    "llama3_json",
+    "mistral",
+    "harmony",
+]
+"""How models write tool calls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,20 +128,7 @@ class Result:
 class ChatFormat:
     """What the model's chat template reveals about the answer to a chat."""
 
-    tool_dialect: (
-        Literal[
-            "hermes",
-            "qwen_xml",
-            "glm",
-            "minimax",
-            "seed",
-            "gemma4",
-            "llama3_json",
-            "mistral",
-            "harmony",
-        ]
-        | None
-    )
+    tool_dialect: ToolDialect | None
     """How the template writes tool calls; None if it has no tools, or an unknown dialect."""
     tool_marks: frozenset[str]
     """The marks of the dialect that it writes: a Mistral template that has ``[ARGS]`` among them

@@ -17,6 +17,7 @@ import jsonschema
 import numpy as np
 import pytest
 from minisgl_client.answer import ChatFormat, Delta
+from minisgl_client.answer import ToolDialect as ToldDialect
 from minisgl_gateway.body import parse
 from minisgl_gateway.call_syntax import CalledTool
 from minisgl_gateway.chat import Chat, Template
@@ -334,6 +335,7 @@ def test_nothing_is_enforced_without_need() -> None:
 
 
 def test_the_dialect_is_that_of_the_template_or_of_the_operator() -> None:
+    assert get_args(ToldDialect) == get_args(ToolDialect)
     for name in get_args(ToolDialect):
         assert dialect_of(shown(name)).name == name
         assert dialect_of(shown(None), name).name == dialect_of(None, name).name == name

@@ -11,22 +11,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, Literal, TypeAlias
 
+from minisgl_client.answer import ToolDialect
+
 from minisgl_gateway.call_syntax import Syntax
 from minisgl_gateway.tool_calls import CallReader
 from minisgl_gateway.tools import Calls, Tool, function_of
 
-DialectName: TypeAlias = Literal[
-    "hermes",
-    "qwen_xml",
-    "glm",
-    "minimax",
-    "seed",
-    "gemma4",
-    "llama3_json",
-    "mistral",
-    "harmony",
-    "plain",
-]
+DialectName: TypeAlias = Literal[ToolDialect, "plain"]
 Message: TypeAlias = Mapping[str, Any]
 Schema: TypeAlias = dict[str, Any]
 Structure: TypeAlias = dict[str, Any]

@@ -90,15 +90,14 @@ class QwenXml(_Tagged):
     name: ClassVar[DialectName] = "qwen_xml"
     syntax = tagged_calls.qwen()
     _closing = tagged_calls.END_OF_PARAMETER
-    _end_of_call: ClassVar[str] = tagged_calls.CLOSING
 
     def _syntax_for(self, tools: Sequence[Tool]) -> Syntax:
         return tagged_calls.qwen(tools)
 
     def _around_call(self, name: str, line_break: str) -> tuple[str, str]:
-        (opening,) = self.syntax.openings
+        (opening,), closing = self.syntax.openings, self.syntax.closing
         begin = f"{opening}{line_break}{tagged_calls.FUNCTION}{name}>"
-        return begin, f"{line_break}{tagged_calls.END_OF_FUNCTION}{line_break}{self._end_of_call}"
+        return begin, f"{line_break}{tagged_calls.END_OF_FUNCTION}{line_break}{closing}"
 
     def _around_argument(self, name: str, line_break: str) -> tuple[str, str]:
         begin = f"{line_break}{tagged_calls.PARAMETER}{name}>{line_break}"
@@ -111,7 +110,6 @@ class Seed(QwenXml):
     name = "seed"
     syntax = tagged_calls.seed()
     keeps_special_tokens = True
-    _end_of_call = tagged_calls.CLOSING_OF_SEED
 
     def _syntax_for(self, tools: Sequence[Tool]) -> Syntax:
         return tagged_calls.seed(tools)

@@ -159,20 +159,13 @@ class ForwardPass:
         )
         attend = self._attention.plan(decodes, None)
         recurrent = None if self._states is None else RecurrentRows(inputs.rows.long())
-        positions, page_size = inputs.positions, self._rows.page_size
-        window_slots = None
-        if self._rows.table.window_pages is not None:
-            indices = (positions // page_size).long()
-            window_slots = self._rows.window_slots(
-                inputs.rows.long(), indices, positions % page_size
-            )
         hidden: Tensor = self._model(
             inputs.tokens,
-            positions,
+            inputs.positions,
             inputs.slots,
             attend,
             recurrent,
             adapted,
-            window_slots=window_slots,
+            window_slots=inputs.window_slots,
         )
         return hidden

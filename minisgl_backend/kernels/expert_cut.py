@@ -22,9 +22,6 @@ _MAX_EXPERTS: Final = 1024
 _MAX_CHOICES: Final = 32
 """The most experts from which ``cuda/routing.cu`` can choose, and the most that it can choose."""
 
-MOST_ROWS: Final = 4
-"""Up to this many tokens, each row of x is multiplied separately by plain weights."""
-
 MOST_READ_AGAIN: Final = 40 * 2**20
 """The most bytes of a shared expert that rows after the first may read again; above that, separate
 kernels are faster. Measured with GLM-4.5-Air in bfloat16 and FP8."""

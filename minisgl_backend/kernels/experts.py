@@ -195,7 +195,7 @@ def sum_outputs(
 def _launch_sum(
     out: Tensor, outputs: Tensor, choices: Choices, shared: SharedOutput | None, **rest: Any
 ) -> None:
-    from minisgl_backend.kernels.triton_kernels.expert_rows import launch_sum_outputs
+    from minisgl_backend.kernels.triton_kernels.expert_sums import launch_sum_outputs
 
     launch_sum_outputs(
         out,

@@ -27,7 +27,14 @@ _LEAST_OF_PLAIN: Final = 8 * 2**20
 _MOST_OF_PLAIN: Final = 16 * 2**20
 """The most elements of a plain weight, about as many as those measured have."""
 
+_LEAST_BUSY: Final = 0.9
+"""The least share of the GPU's thread blocks that a plain weight occupies: the last ones to start
+may be few. At 0.68 and 0.61 ``cuda/linear.cu`` is faster, at 0.97 slower."""
+
 _GROUP: Final = 128
+_COPIED: Final = 8
+"""Plain in_features that a lane copies at once."""
+
 _PLAIN_COLUMNS: Final = 2
 _MOST_WARPS: Final = 5
 _OF_A: Final = 256
@@ -38,13 +45,18 @@ _MANY_WARPS: Final = 20
 """Warps per multiprocessor, with up to 128 and with 96 registers per thread. Each warp has 8 KiB of
 the weight under way."""
 
-MOST_CHOICES: Final = 16
-"""The most choices of all tokens: an expert's weight is read again for each choice. Measured with
-the 32 experts of gpt-oss-20b."""
+_MOST_CHOICES: Final = 16
+"""The most choices of all tokens by weights in codes: an expert's weight is read again for each
+choice. Measured with the 32 experts of gpt-oss-20b."""
+
+_MOST_TOKENS: Final = 4
+"""The most tokens by plain weights."""
 
 _COLUMNS_OF_EXPERTS: Final = 4
 _COLUMNS_OF_PLAIN_EXPERTS: Final = 2
 _MOST_WARPS_OF_EXPERTS: Final = 16
+_WARPS_OF_LONG_ROWS: Final = 8
+"""Warps of a thread block if one batch each would take too many."""
 _EXPERT_WARPS_OF_PROCESSOR: Final = {
     Encoding.E2M1: 36,
     Encoding.INT4: 36,
@@ -77,13 +89,15 @@ def gemv_cut(
 ) -> GemvCut | None:
     """How to multiply one row by a weight [height, in_features], which is plain if it has no
     ``codes``. None if ``cuda/linear.cu`` is faster, as it is with 8 bits, and with 16 bits unless
-    the product ``is_added`` to the residual stream."""
+    the product ``is_added`` to the residual stream and occupies most of the GPU."""
     elements = height * in_features
     if codes is None:
         fits = height % ROWS == 0 and in_features % _GROUP == 0
-        if is_added and fits and _LEAST_OF_PLAIN <= elements <= _MOST_OF_PLAIN:
-            return plain_cut(in_features)
-        return None
+        if not (is_added and fits and _LEAST_OF_PLAIN <= elements <= _MOST_OF_PLAIN):
+            return None
+        cut = plain_cut(in_features)
+        at_once, blocks = cut.per_processor * _PROCESSORS, height // ROWS
+        return cut if blocks / (-(-blocks // at_once) * at_once) >= _LEAST_BUSY else None
     if codes.encoding is not Encoding.INT4 or elements <= _LEAST_ELEMENTS:
         return None
     return usual_cut(height, in_features, codes)
@@ -117,7 +131,7 @@ def expert_gemv_cut(in_features: int, codes: CodesKind | None) -> GemvCut | None
     """How to multiply a few tokens by the weights of the experts that they have chosen, which are
     plain if they have no ``codes``; None if ``cuda/experts.cu`` has to."""
     if codes is None:
-        columns, fits = _COLUMNS_OF_PLAIN_EXPERTS, in_features % _GROUP == 0
+        columns, fits = _COLUMNS_OF_PLAIN_EXPERTS, in_features % _COPIED == 0
     else:
         whole_rows = codes.group == 0 and codes.encoding is Encoding.E4M3
         columns, fits = _COLUMNS_OF_EXPERTS, whole_rows or codes.group == _GROUP
@@ -125,7 +139,16 @@ def expert_gemv_cut(in_features: int, codes: CodesKind | None) -> GemvCut | None
     if warps_at_once is None or not fits:
         return None
     cut = one_batch_cut(in_features, columns, warps_at_once)
-    return cut if cut.warps <= _MOST_WARPS_OF_EXPERTS else None
+    if cut.warps <= _MOST_WARPS_OF_EXPERTS:
+        return cut
+    warps = _WARPS_OF_LONG_ROWS
+    return None if codes else GemvCut(columns, warps, warps_at_once // warps)
+
+
+def are_few(num_tokens: int, num_choices: int, encoding: Encoding | None) -> bool:
+    """Whether ``cuda/expert_gemv.cu`` is the fastest for so many tokens and choices of all of them,
+    by weights in ``encoding``; None stands for plain ones."""
+    return num_tokens <= _MOST_TOKENS if encoding is None else num_choices <= _MOST_CHOICES
 
 
 def takes_experts(form: WeightFormat) -> bool:

@@ -97,7 +97,8 @@ class DecodeInputs:
     """What the layers and the sampler of one decode step read; tensors [batch_size].
 
     int32: ``rows``, ``tokens``, ``positions``, ``slots`` (page * page_size + offset) and
-    ``lengths``, which is positions + 1: the positions of the tokens to be sampled.
+    ``lengths``, which is positions + 1: the positions of the tokens to be sampled. ``window_slots``
+    are those in window pages, if layers have them.
     """
 
     rows: Tensor
@@ -105,6 +106,7 @@ class DecodeInputs:
     positions: Tensor
     slots: Tensor
     lengths: Tensor
+    window_slots: Tensor | None = None
 
 
 def begin_decode(
@@ -112,7 +114,8 @@ def begin_decode(
 ) -> DecodeInputs:
     """Write the grants to the page table and clear their number, then look up the first
     ``batch_size`` rows."""
-    numbers = torch.empty((4, batch_size), dtype=torch.int32, device=table.tokens.device)
+    num_kinds = 4 if table.window_pages is None else 5
+    numbers = torch.empty((num_kinds, batch_size), dtype=torch.int32, device=table.tokens.device)
     inputs = DecodeInputs(given.rows[:batch_size], *numbers)
     if not use_triton(table.tokens):
         begin_decode_reference(inputs, table, given, page_size)
@@ -120,7 +123,7 @@ def begin_decode(
     from minisgl_backend.kernels.triton_kernels.row_kernels import launch_begin_decode
 
     launch_begin_decode(
-        (inputs.tokens, inputs.positions, inputs.slots, inputs.lengths),
+        (inputs.tokens, inputs.positions, inputs.slots, inputs.lengths, inputs.window_slots),
         given.buffer,
         table.tokens,
         table.lengths,
@@ -143,8 +146,11 @@ def begin_decode_reference(
     torch.index_select(table.tokens, 0, inputs.rows, out=inputs.tokens)
     torch.index_select(table.lengths, 0, inputs.rows, out=inputs.positions)
     torch.add(inputs.positions, 1, out=inputs.lengths)
-    pages = table.pages[inputs.rows, inputs.positions // page_size]
-    torch.add(inputs.positions % page_size, pages, alpha=page_size, out=inputs.slots)
+    of_kinds = ((table.pages, inputs.slots), (table.window_pages, inputs.window_slots))
+    for pages, slots in of_kinds:
+        if pages is not None and slots is not None:
+            page = pages[inputs.rows, inputs.positions // page_size]
+            torch.add(inputs.positions % page_size, page, alpha=page_size, out=slots)
 
 
 def keep_sampled(table: RowTable, rows: Tensor, positions: Tensor, sampled: Tensor) -> None:

@@ -278,7 +278,7 @@ def test_grouped_gemms_of_rows_whose_norm_is_half_done(device: torch.device) -> 
         ("int4 without zeros", (512, 384)),
         *((form, GEMMA_4) for form in ("mxfp4", "int4", "fp8", "fp8 rows")),
         *(("fp8 rows", sizes) for sizes in ((512, 384), (176, 80))),
-        *(("bf16", sizes) for sizes in ((512, 384), (2048, 640))),
+        *(("bf16", sizes) for sizes in ((512, 384), (2048, 640), (320, 176), (256, 4608), GEMMA_4)),
     ],
 )
 @pytest.mark.parametrize("num_tokens", [1, 3])
@@ -686,19 +686,6 @@ def test_routing_with_the_routers_gemm_sorts(
         assert sorted(pairs[is_pair].tolist()) == here.tolist()
         owner = aligned.experts[:used, None].expand(-1, block)[is_pair]
         assert torch.equal(ids.flatten()[pairs[is_pair].long()], owner)
-
-
-@pytest.mark.parametrize("num_tokens", [1, 4])
-def test_rows_one_by_one(device: torch.device, dtype: torch.dtype, num_tokens: int) -> None:
-    """Sizes that no block divides."""
-    from minisgl_backend.kernels.triton_kernels.expert_rows import launch_expert_rows
-
-    down = (torch.randn(NUM_EXPERTS, 42, 96, device=device) / 10).to(dtype)
-    ids = chosen(num_tokens, device)
-    x = torch.randn(ids.numel(), 96, device=device).to(dtype)
-    out = torch.empty(ids.numel(), 42, device=device, dtype=dtype)
-    launch_expert_rows(out, x, down, ids.flatten(), block=64)
-    assert_close(out, expected_rows(x, down, ids, 1, gate=None))
 
 
 @pytest.mark.parametrize("kind", ["none", "plain", "gated", "half normed"])

@@ -70,15 +70,24 @@ def test_large_weights_are_left_to_the_library() -> None:
     assert not wide_linear.is_faster(64, 100, 1024)
 
 
+@pytest.mark.parametrize("dummy_window_page", [None, 77])
 @pytest.mark.parametrize("batch", [1, 3, 40, 150])
-def test_state_of_rows(device: torch.device, batch: int) -> None:
+def test_state_of_rows(device: torch.device, batch: int, dummy_window_page: int | None) -> None:
     num_rows, max_pages, page_size = 200, 6, 16
     tables = []
     for _ in range(2):
         generator = torch.Generator().manual_seed(1)
         table = rows.RowTable.empty(
-            num_rows, max_pages=max_pages, dummy_page=99, vocab_size=1000, device=device
+            num_rows,
+            max_pages=max_pages,
+            dummy_page=99,
+            vocab_size=1000,
+            device=device,
+            dummy_window_page=dummy_window_page,
         )
+        if table.window_pages is not None:
+            pages = torch.randint(0, 1000, (num_rows, max_pages), generator=generator)
+            table.window_pages[:-1] = pages.int()
         table.tokens[:-1] = torch.randint(0, 1000, (num_rows,), generator=generator).int()
         table.lengths[:-1] = torch.randint(0, 90, (num_rows,), generator=generator).int()
         table.sampling.column("marked")[:-1:2] = 1
@@ -93,10 +102,13 @@ def test_state_of_rows(device: torch.device, batch: int) -> None:
         given.rows[:batch] = chosen
         given.buffer[161 : 161 + 3 * batch] = grants.flatten()
     actual = rows.begin_decode(tables[0], givens[0], batch, page_size)
-    numbers = torch.empty((4, batch), dtype=torch.int32, device=device)
+    names = ["tokens", "positions", "slots", "lengths"]
+    if dummy_window_page is not None:
+        names.append("window_slots")
+    numbers = torch.empty((len(names), batch), dtype=torch.int32, device=device)
     expected = rows.DecodeInputs(givens[1].rows[:batch], *numbers)
     rows.begin_decode_reference(expected, tables[1], givens[1], page_size)
-    for name in ("tokens", "positions", "slots", "lengths"):
+    for name in names:
         assert torch.equal(getattr(actual, name), getattr(expected, name)), name
     sampled = torch.randint(-1, 1000, (batch,), generator=generator).int().to(device)
     rows.keep_sampled(tables[0], actual.rows, actual.lengths, sampled)

@@ -30,11 +30,10 @@ from minisgl_backend.kernels.cuda.experts_many import ManyRowsKernel
 from minisgl_backend.kernels.cuda.routing import RoutingKernel
 from minisgl_backend.kernels.expert_cut import MANY, ExpertCut, fits_many
 from minisgl_backend.kernels.experts import ExpertWeights, add_outputs, expert_outputs
-from minisgl_backend.kernels.gemv_cut import MOST_CHOICES, expert_gemv_cut, one_batch_cut
+from minisgl_backend.kernels.gemv_cut import are_few, expert_gemv_cut, one_batch_cut
 from minisgl_backend.kernels.linear_cut import PLAIN, Numbers
 from minisgl_backend.kernels.quantized import QuantizedWeight
 from minisgl_backend.kernels.routing import Choices
-from minisgl_backend.kernels.triton_kernels.expert_rows import launch_expert_rows
 from minisgl_backend.weight_format import Encoding
 from minisgl_bench.kernel_experts import FORMS, Form
 
@@ -54,9 +53,6 @@ FEW: Final = {
 }
 """By encoding, None being plain, the kernels for a few rows: most columns of a warp, and warps of a
 multiprocessor."""
-
-Rows = tuple[int, int, int]
-"""A cut of the kernel for single rows: output features, in_features per iteration, warps."""
 
 
 @dataclass(frozen=True)
@@ -115,10 +111,6 @@ def normal(*shape: int) -> Tensor:
     return drawn.mul_(shape[-1] ** -0.5)
 
 
-def named(form: Rows) -> Any:
-    return dict(zip(("rows", "block", "num_warps"), form, strict=True))
-
-
 def finish(layer: Layer, outputs: Tensor, choices: Choices) -> None:
     parts = outputs.view(*choices.ids.shape, -1)
     add_outputs(parts, choices, None, layer.residual, layer.norm, 1e-6, pdl=True)
@@ -127,16 +119,6 @@ def finish(layer: Layer, outputs: Tensor, choices: Choices) -> None:
 def in_triton(layer: Layer, route: RoutingKernel) -> None:
     choices = route(layer.logits, block=0).choices
     finish(layer, expert_outputs(layer.x, layer.weights, choices), choices)
-
-
-def row_by_row(layer: Layer, route: RoutingKernel, up: ExpertGemv, down: Rows) -> None:
-    choices = route(layer.logits, block=0, pdl=True).choices
-    ids, gate_up, of_down = choices.ids, layer.weights.gate_up, layer.weights.down
-    assert isinstance(gate_up, Tensor) and isinstance(of_down, Tensor)
-    inner = up(layer.x, gate_up, ids, pdl=True)
-    outer = layer.x.new_empty((ids.numel(), of_down.shape[1]))
-    launch_expert_rows(outer, inner, of_down, ids.flatten(), early=True, pdl=True, **named(down))
-    finish(layer, outer, choices)
 
 
 def of_few(layer: Layer, route: RoutingKernel, kernels: Sequence[ExpertGemv]) -> None:
@@ -208,9 +190,9 @@ def sweep(form: Form, sizes: Sequence[int], device: torch.device) -> None:
                 cut=one_batch_cut(shape[2], *few),
             )
             for shape, kind, gate in both
-            if expert_gemv_cut(shape[2], kind) is not None
         ]
         for few in FEW.get(form.encoding, [])
+        if all(expert_gemv_cut(shape[2], kind) is not None for shape, kind, _ in both)
     }
 
     all_cuts = {cut for size in sizes for cut in cuts_for(size, form)}
@@ -224,7 +206,7 @@ def sweep(form: Form, sizes: Sequence[int], device: torch.device) -> None:
             route,
             kernels,
             for_many,
-            for_few if size * form.top_k <= MOST_CHOICES else {},
+            for_few if are_few(size, size * form.top_k, form.encoding) else {},
         )
 
 
@@ -261,16 +243,9 @@ def sweep_size(
 
     if form.encoding is None:
         show("Triton", partial(in_triton, route=route))
-    if form.encoding is None and size <= 8:
-        for (columns, warps), (up, *_) in for_few.items():
-            for down in ((8, 256, 4), (4, 256, 4), (8, 512, 4), (4, 1024, 4)):
-                name = f"{columns} columns, {warps} warps, rows {down}"
-                show(name, partial(row_by_row, route=route, up=up, down=down))
     if for_many:
         show("many rows", partial(with_many_rows, route=route, kernels=for_many))
     for (columns, warps), of_cut in for_few.items():
-        if len(of_cut) < 2:  # for gate and up alone
-            continue
         name = f"few rows, {columns} columns, {warps} warps"
         show(name, partial(of_few, route=route, kernels=of_cut))
     for cut in cuts_for(size, form):

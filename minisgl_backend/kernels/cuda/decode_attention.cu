@@ -311,8 +311,9 @@ decode_attention(const Arguments args) {
     float best[2], total[2];     // of those two heads
     int stage = 0;
     // Code also has to come from memory. So if pieces of several runs are merged, there is a rehearsal while the kernel
-    // before this one still runs. Its numbers may be anything, and do not count.
-    bool counts = !SPLIT || start.z < 2;
+    // before this one still runs. Its numbers may be anything, and do not count. (Wide heads are normalized and rotated
+    // by a kernel of their own, which is too short for a rehearsal.)
+    bool counts = !SPLIT || HEAD_DIM > 128 || start.z < 2;
 
     // dimension `i` of q[step], for 16-bit fragments or for those made from float8
     const auto q_dimension = [&](int step, int i) {

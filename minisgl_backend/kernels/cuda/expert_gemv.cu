@@ -3,9 +3,10 @@
 //
 // The choice of experts is known late, and a product is short. What counts is how soon memory is busy, and how soon its
 // last bytes are multiplied. A thread block has 16 rows of a choice's weight. Its warps share the in_features so finely
-// that each asks for all its codes at once and waits once: there is no ring, and no barrier but the one for the sum. A
-// warp multiplies as in `gemv.cuh`. Codes pass through shared memory, since registers could hold them for fewer warps
-// only; each lane reads back what it has copied itself. An expert that two tokens have chosen is read twice.
+// that each asks for all its codes at once and waits once: there is no ring, and no barrier but the one for the sum.
+// (Only if rows are very long, a warp has several batches, one after another.) A warp multiplies as in `gemv.cuh`.
+// Codes pass through shared memory, since registers could hold them for fewer warps only; each lane reads back what it
+// has copied itself. An expert that two tokens have chosen is read twice.
 //
 // If there is an expert that all tokens take, it is each token's last choice. Its thread blocks come first, and read
 // its weight while the other experts are being chosen.
@@ -24,13 +25,14 @@ constexpr int WORDS = 4 * LINES;                            // of a column, for 
 constexpr int TILES_OF_EXPERT = (HEIGHT + 127) / 128 * 2;   // that have scales
 constexpr int WORDS_OF_TILE = (SIZE + 255) / 256 * 2 * WORDS;
 constexpr int CODES_OF_WARP = UNITS * 2 * 32;               // 16 bytes each
+constexpr int ROUNDS = (BATCHES + WARPS - 1) / WARPS;       // batches of a warp
 constexpr int OUT_FEATURES = GATED ? HEIGHT / 2 : HEIGHT;
 constexpr int OUT_ROWS = GATED ? ROWS / 2 : ROWS;           // that a thread block writes
 constexpr int TO_ROW_8 = GATED ? OUT_FEATURES : 8;          // from the first 8 rows of a thread block to the others
 
-static_assert(CODE != 2 && HEIGHT % ROWS == 0 && WARPS == BATCHES, "");
+static_assert(CODE != 2 && HEIGHT % ROWS == 0, "");
 static_assert((GROUP == 0 && CODE <= 1) || GROUP == 128, "");
-static_assert(CODE || SIZE % SUM == 0, "");   // memory beyond the row might be no finite number
+static_assert(CODE || SIZE % 8 == 0, "");
 
 struct Arguments {
     const u8* weight;       // [num_experts, HEIGHT, SIZE]
@@ -48,22 +50,27 @@ struct Arguments {
 
 // The L2 cache fetches 128 bytes, and their other half is copied next. There is no cache policy: with one, the ptxas of
 // CUDA 13.0 makes an illegal instruction when it finds that a part of `to` is the same in all lanes.
-__device__ __forceinline__ void copy_codes(u32 to, const u8* from) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;"
-                 :: "r"(to), "l"(from) : "memory");
+__device__ __forceinline__ void copy_codes(u32 to, const u8* from, bool inside) {
+    if (WHOLE)
+        asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;"
+                     :: "r"(to), "l"(from) : "memory");
+    else if (CODE == 0)   // zeros beyond the row: what is left in shared memory might be no finite number
+        asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
+                     :: "r"(to), "l"(from), "r"(inside ? 16 : 0) : "memory");
+    else if (inside)      // any code is a finite number, and is multiplied by zeros
+        asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;"
+                     :: "r"(to), "l"(from) : "memory");
 }
 
-// The sums of a warp's columns for both rows of a lane, over the lanes that have the same rows. `scales`: [COLUMNS,
-// LINES].
-__device__ __forceinline__ void multiply_columns(
-    float (&sums)[2], const uint4* codes, const u32* scales, const Column& x, int warp) {
+// Adds the columns of a batch to the sums of both rows of a lane. `scales`: [COLUMNS, LINES].
+__device__ __forceinline__ void add_columns(
+    float (&sums)[2], const uint4* codes, const u32* scales, const Column& x, int batch) {
     const int lane = threadIdx.x % 32, quarter = lane % 4;
-    sums[0] = sums[1] = 0;
     float of_x[2] = {};
     if (SUBTRACTS) x.add_up(of_x);
 #pragma unroll
     for (int i = 0; i < COLUMNS; ++i) {
-        if (!WHOLE && warp * COLUMNS + i >= COLUMNS_OF_ROW) break;
+        if (!WHOLE && batch * COLUMNS + i >= COLUMNS_OF_ROW) break;
         u32 by[2] = {};
         float scale[2] = {1, 1}, zero[2] = {};
 #pragma unroll
@@ -85,8 +92,39 @@ __device__ __forceinline__ void multiply_columns(
 #pragma unroll
             for (int j = 0; j < 2; ++j) sums[j] += scale[j] * (c[2 * j + i % 2] - zero[j] * of_x[i % 2]);
     }
-    add_lanes(sums);
 }
+
+// The 16 rows of a choice's weight from `first_row` on, and a warp's place in shared memory for a batch of them.
+struct Strip {
+    const Arguments& args;
+    int expert;
+    u32 first_row;      // of all experts
+    uint4* codes;       // [UNITS, 2, 32]
+    u32* scales;        // [COLUMNS, LINES]
+
+    __device__ __forceinline__ void copy(int batch) const {
+        const int lane = threadIdx.x % 32, quarter = lane % 4;
+        const int first = batch * BATCH + quarter * (UNIT / 4);   // in_feature of this lane
+        const u8* const low = args.weight + (first_row + lane / 4) * ROW_BYTES + first * BITS / 8;
+        const u8* const high = low + TO_ROW_8 * ROW_BYTES;
+        const u32 to = shared_address(codes + lane);
+#pragma unroll
+        for (int i = 0; i < UNITS; ++i) {
+            const bool inside = first < SIZE - i * UNIT;
+            copy_codes(to + i * 1024, low + i * 64, inside);
+            copy_codes(to + i * 1024 + 512, high + i * 64, inside);
+        }
+        constexpr int AT_ONCE = LINES < 4 ? LINES : 4;   // words of scales that a lane copies
+        const int column = lane / 4;
+        if (LINES && column < COLUMNS && quarter * AT_ONCE < LINES
+            && (WHOLE || batch * COLUMNS + column < COLUMNS_OF_ROW)) {
+            const u32 index = blockIdx.x;
+            const u32 of_rows = (expert * TILES_OF_EXPERT + index / 4) * WORDS_OF_TILE + index % 4 * LINES;
+            const u32* const from = (const u32*)args.scales + of_rows + (batch * COLUMNS + column) * WORDS;
+            ::copy<4 * AT_ONCE>(scales + column * LINES + quarter * AT_ONCE, from + quarter * AT_ONCE);
+        }
+    }
+};
 
 extern "C" __global__ void __launch_bounds__(THREADS, PER_PROCESSOR)
 expert_gemv(const __grid_constant__ Arguments args) {
@@ -106,36 +144,26 @@ expert_gemv(const __grid_constant__ Arguments args) {
         return;
     }
     const u32 first_row = expert * HEIGHT + strip * OUT_ROWS;
-    const int first = warp * BATCH + quarter * (UNIT / 4);   // in_feature of this lane
-    const u8* const low = args.weight + (first_row + lane / 4) * ROW_BYTES + first * BITS / 8;
-    const u8* const high = low + TO_ROW_8 * ROW_BYTES;
-    uint4* const own = codes + warp * CODES_OF_WARP;
-    const u32 to = shared_address(own + lane);
-#pragma unroll
-    for (int i = 0; i < UNITS; ++i)   // what is beyond the row is multiplied by zeros, and any code is a finite number
-        if (WHOLE || first < SIZE - i * UNIT) {
-            copy_codes(to + i * 1024, low + i * 64);
-            copy_codes(to + i * 1024 + 512, high + i * 64);
-        }
-    constexpr int AT_ONCE = LINES < 4 ? LINES : 4;   // words of scales that a lane copies
-    const int column = lane / 4;
-    if (LINES && column < COLUMNS && quarter * AT_ONCE < LINES && (WHOLE || warp * COLUMNS + column < COLUMNS_OF_ROW)) {
-        const u32 of_rows = (expert * TILES_OF_EXPERT + strip / 4) * WORDS_OF_TILE + strip % 4 * LINES;
-        const u32* const from = (const u32*)args.scales + of_rows + (warp * COLUMNS + column) * WORDS;
-        copy<4 * AT_ONCE>(&scales[warp][column * LINES + quarter * AT_ONCE], from + quarter * AT_ONCE);
-    }
+    const Strip own{args, expert, first_row, codes + warp * CODES_OF_WARP, scales[warp]};
+    own.copy(warp);
     const int row = lane % 8 + (lane & 8 ? TO_ROW_8 : 0);   // that this lane of the first warp finishes
     const float bias = args.bias && warp == 0 ? to_float(args.bias[first_row + row]) : 0;
     const float of_row = CODE == 1 && !GROUP && warp == 0 ? args.scales[first_row + row] : OF_SUMS;
     if (reads_early) wait_previous();
 
-    Column x;
-    x.read(args.x + (u64)(GATED ? token : choice) * SIZE, warp);
     const float factor = args.factors && warp == 0 ? __ldcg(args.factors + token) : 1;
-    __syncwarp();   // otherwise the compiler makes the loads of x wait for the copies
-    wait_for_copies();
-    float sums[2];
-    multiply_columns(sums, own, scales[warp], x, warp);
+    float sums[2] = {};
+#pragma unroll 1
+    for (int round = 0, batch = warp; round < ROUNDS && batch < BATCHES; ++round, batch += WARPS) {
+        if (round > 0) own.copy(batch);
+        Column x;
+        x.read(args.x + (u64)(GATED ? token : choice) * SIZE, batch);
+        __syncwarp();   // otherwise the compiler makes the loads of x wait for the copies
+        wait_for_copies();
+        add_columns(sums, own.codes, own.scales, x, batch);
+        if (round + 1 < ROUNDS) __syncwarp();   // all lanes have read the scales
+    }
+    add_lanes(sums);
     if (quarter < 2) parts[warp][lane / 4 + 8 * quarter] = quarter ? sums[1] : sums[0];
     __syncthreads();
     if (warp) return;

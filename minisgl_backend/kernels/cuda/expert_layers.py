@@ -25,11 +25,10 @@ from minisgl_backend.kernels.cuda.experts_many import ManyRowsKernel
 from minisgl_backend.kernels.cuda.routing import MOST_TOKENS, Routed, RoutingKernel
 from minisgl_backend.kernels.expert_cut import ExpertCut
 from minisgl_backend.kernels.experts import ExpertWeights
-from minisgl_backend.kernels.gemv_cut import MOST_CHOICES, expert_gemv_cut
+from minisgl_backend.kernels.gemv_cut import are_few, expert_gemv_cut
 from minisgl_backend.kernels.packed_weight import CodesKind, PackedWeight
 from minisgl_backend.kernels.quantized import QuantizedWeight
 from minisgl_backend.kernels.routing import Choices
-from minisgl_backend.kernels.triton_kernels.expert_rows import launch_expert_rows
 
 
 class _Path(Protocol):
@@ -47,28 +46,8 @@ class _Path(Protocol):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _PlainRows:
-    """Up to ``expert_cut.MOST_ROWS`` tokens, each separately, by plain weights without biases."""
-
-    up: ExpertGemv
-    block: int = 0
-
-    def __call__(
-        self, x: Tensor, experts: ExpertWeights, routed: Routed, *, of_all: int | None, pdl: bool
-    ) -> Tensor:
-        gate_up, down, ids = experts.gate_up, experts.down, routed.choices.ids
-        assert isinstance(gate_up, Tensor) and isinstance(down, Tensor)
-        assert experts.gate_up_bias is None
-        inner = self.up(x, gate_up, ids, factors=routed.factors, of_all=of_all, pdl=pdl)
-        outer = x.new_empty((ids.numel(), down.shape[1]))
-        launch_expert_rows(outer, inner, down, ids.flatten(), early=pdl, pdl=pdl)
-        return outer
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _RowsOfCodes:
-    """Up to ``MOST_CHOICES`` pairs besides those of a shared expert, each separately, by weights in
-    codes."""
+class _Rows:
+    """A few tokens, each separately (``gemv_cut.are_few``)."""
 
     up: ExpertGemv
     down: ExpertGemv
@@ -77,8 +56,8 @@ class _RowsOfCodes:
     def __call__(
         self, x: Tensor, experts: ExpertWeights, routed: Routed, *, of_all: int | None, pdl: bool
     ) -> Tensor:
-        gate_up, down, ids = experts.gate_up, experts.down, routed.choices.ids
-        assert isinstance(gate_up, PackedWeight) and isinstance(down, PackedWeight)
+        gate_up, down = _weight(experts.gate_up), _weight(experts.down)
+        ids = routed.choices.ids
         bias, factors = experts.gate_up_bias, routed.factors
         inner = self.up(x, gate_up, ids, factors=factors, bias=bias, of_all=of_all, pdl=pdl)
         bias = experts.down_bias
@@ -204,11 +183,9 @@ class ExpertsKernels:
 
     def _path(self, num_tokens: int) -> _Path:
         """The fastest way to compute this number of tokens."""
-        num_pairs, of_rows = num_tokens * self._route.top_k, self._of_rows
-        if isinstance(of_rows, _PlainRows) and num_tokens <= expert_cut.MOST_ROWS:
-            return of_rows
-        if isinstance(of_rows, _RowsOfCodes) and num_pairs <= MOST_CHOICES:
-            return of_rows
+        num_pairs = num_tokens * self._route.top_k
+        if self._of_rows is not None and are_few(num_tokens, num_pairs, self._encoding):
+            return self._of_rows
         are_many = expert_cut.are_many(num_pairs, self._num_experts, self._encoding)
         if are_many and self._of_many is not None:
             return self._of_many
@@ -279,21 +256,15 @@ def _path_for_rows(
     *,
     kinds: tuple[CodesKind, CodesKind] | None,
     gate: Gate | ClampedGate,
-) -> _PlainRows | _RowsOfCodes | None:
+) -> _Rows | None:
     """The path for a few tokens, if there are kernels for weights of these shapes and kinds."""
-    if kinds is None:
-        cut = expert_gemv_cut(gate_up[2], None)
-        if cut is None or isinstance(gate, ClampedGate):
-            return None
-        return _PlainRows(ExpertGemv(gate_up, device, codes=None, gate=gate, cut=cut))
-    first, second = (
-        expert_gemv_cut(shape[2], kind) for shape, kind in zip((gate_up, down), kinds, strict=True)
-    )
+    of_up, of_down = kinds or (None, None)
+    first, second = expert_gemv_cut(gate_up[2], of_up), expert_gemv_cut(down[2], of_down)
     if first is None or second is None:
         return None
-    return _RowsOfCodes(
-        ExpertGemv(gate_up, device, codes=kinds[0], gate=gate, cut=first),
-        ExpertGemv(down, device, codes=kinds[1], gate=None, cut=second),
+    return _Rows(
+        ExpertGemv(gate_up, device, codes=of_up, gate=gate, cut=first),
+        ExpertGemv(down, device, codes=of_down, gate=None, cut=second),
     )
 
 

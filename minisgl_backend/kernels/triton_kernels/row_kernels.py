@@ -12,7 +12,13 @@ _KEPT_BLOCK = 128
 
 @triton.jit(
     do_not_specialize=["batch_size"],
-    do_not_specialize_on_alignment=["tokens_ptr", "positions_ptr", "slots_ptr", "lengths_ptr"],
+    do_not_specialize_on_alignment=[
+        "tokens_ptr",
+        "positions_ptr",
+        "slots_ptr",
+        "lengths_ptr",
+        "window_slots_ptr",
+    ],
 )
 def _begin_decode(
     given_ptr,
@@ -23,8 +29,11 @@ def _begin_decode(
     positions_ptr,
     slots_ptr,
     lengths_ptr,
+    window_slots_ptr,
     pages_stride,
+    window_lines,  # from a row's line of pages to that of its window pages
     batch_size,
+    WINDOWS: tl.constexpr,
     MAX_BATCH: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -43,11 +52,15 @@ def _begin_decode(
     mask = i < batch_size
     row = tl.load(given_ptr + 1 + i, mask=mask, other=0).to(tl.int64)
     position = tl.load(state_lengths_ptr + row, mask=mask, other=0)
-    page = tl.load(pages_ptr + row * pages_stride + position // PAGE_SIZE, mask=mask, other=0)
+    at = pages_ptr + row * pages_stride + position // PAGE_SIZE
+    page = tl.load(at, mask=mask, other=0)
     tl.store(tokens_ptr + i, tl.load(last_ptr + row, mask=mask, other=0), mask=mask)
     tl.store(positions_ptr + i, position, mask=mask)
     tl.store(lengths_ptr + i, position + 1, mask=mask)
     tl.store(slots_ptr + i, page * PAGE_SIZE + position % PAGE_SIZE, mask=mask)
+    if WINDOWS:
+        page = tl.load(at + window_lines * pages_stride, mask=mask, other=0)
+        tl.store(window_slots_ptr + i, page * PAGE_SIZE + position % PAGE_SIZE, mask=mask)
 
 
 @triton.jit(
@@ -80,7 +93,7 @@ def _keep_sampled(
 
 
 def launch_begin_decode(
-    out: tuple[Tensor, Tensor, Tensor, Tensor],
+    out: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None],
     given: Tensor,
     last_tokens: Tensor,
     lengths: Tensor,
@@ -89,10 +102,11 @@ def launch_begin_decode(
     max_batch: int,
     page_size: int,
 ) -> None:
-    """Fill ``out``: tokens, positions, slots and lengths of a ``kernels.rows.DecodeInputs``.
+    """Fill ``out``: tokens, positions, slots, lengths and window slots of a
+    ``kernels.rows.DecodeInputs``.
 
-    ``given`` is the buffer of a ``StepInputs``; the other arguments are a ``RowTable``'s. There is
-    only one program, since it reads what it writes.
+    ``given`` is the buffer of a ``StepInputs``; the other arguments are a ``RowTable``'s, ``pages``
+    its lines. There is only one program, since it reads what it writes.
     """
     batch_size = len(out[0])
     block = max(triton.next_power_of_2(batch_size), 32)
@@ -103,7 +117,9 @@ def launch_begin_decode(
         pages,
         *out,
         pages.stride(0),
+        len(last_tokens),
         batch_size,
+        WINDOWS=out[4] is not None,
         MAX_BATCH=max_batch,
         PAGE_SIZE=page_size,
         BLOCK=block,

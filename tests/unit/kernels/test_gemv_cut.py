@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from minisgl_backend.kernels.gemv_cut import (
     GemvCut,
+    are_few,
     expert_codes_bytes,
     expert_gemv_cut,
     gemv_cut,
@@ -65,12 +66,25 @@ def test_small_weights() -> None:
     assert gemv_cut(4096, 2048, INT4, is_added=False) is None
 
 
-@pytest.mark.parametrize(("height", "in_features"), [(2048, 4096), (2880, 4096)])
+@pytest.mark.parametrize(("height", "in_features"), [(2048, 4096), (4096, 4096)])
 def test_plain_weights(height: int, in_features: int) -> None:
-    """Those of Qwen3-30B-A3B and gpt-oss-20b that are added to the residual stream."""
+    """Those of Qwen3-30B-A3B and Llama-3.1-8B that are added to the residual stream."""
     assert gemv_cut(height, in_features, None, is_added=True) == GemvCut(2, 16, 1)
     assert gemv_cut(height, in_features, None, is_added=False) is None
     assert gemv_cut(height, in_features - 64, None, is_added=True) is None
+
+
+@pytest.mark.parametrize(("height", "in_features"), [(2880, 4096), (2560, 4096)])
+def test_plain_weights_that_leave_much_of_the_gpu_idle(height: int, in_features: int) -> None:
+    """Those of gpt-oss-20b and Qwen3-4B: after one thread block for each multiprocessor, 48 and 28
+    are left."""
+    assert gemv_cut(height, in_features, None, is_added=True) is None
+
+
+def test_few() -> None:
+    """By plain weights the tokens count, by codes the choices."""
+    assert are_few(4, 32, None) and not are_few(5, 5, None)
+    assert are_few(16, 16, Encoding.E4M3) and not are_few(3, 17, Encoding.E4M3)
 
 
 MXFP4 = CodesKind(Encoding.E2M1, group=128, shared_by=1, zeros=False)
@@ -89,15 +103,15 @@ def shared_bytes(cut: GemvCut, codes: CodesKind | None) -> int:
     codes=st.sampled_from([MXFP4, INT4, FP8, replace(FP8, group=0), None]),
 )
 def test_experts(in_features: int, codes: CodesKind | None) -> None:
-    """Each warp has one batch. As many thread blocks as there are registers for fit into shared
-    memory, each with the 1 KiB that CUDA takes."""
+    """Each warp has one batch, unless rows of a plain weight are very long. As many thread blocks
+    as there are registers for fit into shared memory, each with the 1 KiB that CUDA takes."""
     cut = expert_gemv_cut(in_features, codes)
-    if codes is None and (in_features % 128 or in_features > 4096):
-        assert cut is None
-        return
     assert cut is not None
     assert 1 <= cut.columns <= (2 if codes is None else 4)
-    assert cut.warps == -(-in_features // (128 * cut.columns))
+    if codes is None and in_features > 4096:
+        assert cut.warps == 8
+    else:
+        assert cut.warps == -(-in_features // (128 * cut.columns))
     assert 1 <= cut.per_processor <= 32
     # a batch keeps 56 or 80 registers of a thread, in units of 8
     assert cut.warps * cut.per_processor * (56 if codes in OF_4_BITS else 80) <= 2048
@@ -110,6 +124,8 @@ def test_measured_experts() -> None:
     assert expert_gemv_cut(2048, FP8) == GemvCut(4, 4, 6)
     assert expert_gemv_cut(768, FP8) == GemvCut(3, 2, 12)
     assert expert_gemv_cut(2048, None) == GemvCut(2, 8, 3)
+    assert expert_gemv_cut(768, None) == GemvCut(2, 3, 8)
+    assert expert_gemv_cut(512, None) == GemvCut(2, 2, 12)
 
 
 @pytest.mark.parametrize(
@@ -139,5 +155,7 @@ def test_which_experts() -> None:
     assert expert_gemv_cut(8224, MXFP4) is None
     assert expert_gemv_cut(2880, INT4) == expert_gemv_cut(2880, MXFP4)
     assert expert_gemv_cut(2880, replace(INT4, group=0)) is None
+    assert expert_gemv_cut(14336, None) == GemvCut(2, 8, 3)
+    assert expert_gemv_cut(2052, None) is None
     assert expert_gemv_cut(2880, replace(MXFP4, encoding=Encoding.INT8)) is None
     assert expert_gemv_cut(2048, replace(FP8, group=64)) is None

@@ -920,6 +920,7 @@ def test_state_of_rows_goes_in_and_out() -> None:
     assert inputs.positions.tolist() == [8, 5, 0]
     assert inputs.lengths.tolist() == [9, 6, 1]
     assert inputs.slots.tolist() == [6 * PAGE_SIZE, 4 * PAGE_SIZE + 1, 9 * PAGE_SIZE]
+    assert inputs.window_slots is None
     assert given.buffer[0] == 0
 
     sampled = torch.tensor([7, -1, 3], dtype=torch.int32)
@@ -928,6 +929,20 @@ def test_state_of_rows_goes_in_and_out() -> None:
     assert table.lengths.tolist() == [0, 6, 9, 3, 0]
     assert table.sampling.marks.nonzero().tolist() == [[2, 7]]
     assert table.sampling.marks[2, 7] == ONCE
+
+
+def test_a_step_finds_slots_in_window_pages() -> None:
+    table = RowTable.empty(
+        2, max_pages=2, dummy_page=9, vocab_size=20, device=CPU, dummy_window_page=5
+    )
+    given = StepInputs.empty(3, 2, CPU)
+    table.lengths[:2] = torch.tensor([6, 3], dtype=torch.int32)
+    window_line = 1 + len(table.tokens)
+    given.buffer[:] = torch.tensor([2, 1, 0, table.dummy_row, 1, 0, 7, window_line, 0, 2])
+    inputs = begin_decode(table, given, 3, PAGE_SIZE)
+    assert inputs.slots.tolist() == [7 * PAGE_SIZE + 3, 9 * PAGE_SIZE + 2, 9 * PAGE_SIZE]
+    assert inputs.window_slots is not None
+    assert inputs.window_slots.tolist() == [2 * PAGE_SIZE + 3, 5 * PAGE_SIZE + 2, 5 * PAGE_SIZE]
 
 
 def test_layers_can_be_marked(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
-"""The second product of experts for few rows, and the weighted sum over a token's experts.
-
-``_rows`` streams an expert's weight for one row of x, without tensor cores. A program takes some
-output features of one (token, choice) pair.
+"""The weighted sum over a token's experts, with what follows it: the outputs of an expert that all
+tokens take, the residual stream, and the next norm.
 """
 
 import triton
@@ -9,48 +7,6 @@ import triton.language as tl
 from torch import Tensor
 
 from minisgl_backend.kernels.triton_kernels.pdl import allow_next, launch_options, wait_previous
-
-
-@triton.jit
-def _rows(
-    out_ptr,
-    x_ptr,
-    weight_ptr,
-    experts_ptr,
-    out_features,
-    SIZE: tl.constexpr,  # in_features
-    ROWS: tl.constexpr,  # output features of a program
-    BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,  # experts_ptr was written before the preceding kernel
-    PDL: tl.constexpr,
-):
-    pair = tl.program_id(1)
-    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    k = tl.arange(0, BLOCK)
-    in_rows = r[:, None] < out_features
-    if PDL and not EARLY:
-        wait_previous()
-    expert = tl.load(experts_ptr + pair).to(tl.int64)
-    if expert < 0:
-        return
-    at = weight_ptr + (expert * out_features + r[:, None]) * SIZE + k[None, :]
-    inside = in_rows & (k[None, :] < SIZE)
-    w = tl.load(at, mask=inside, other=0.0, eviction_policy="evict_first")
-    if PDL:
-        if EARLY:
-            wait_previous()
-        allow_next()
-    x_at = x_ptr + pair.to(tl.int64) * SIZE + k
-    acc = tl.zeros([ROWS, BLOCK], tl.float32)
-    for start in tl.static_range(0, SIZE, BLOCK):
-        x = tl.load(x_at + start, mask=start + k < SIZE, other=0.0).to(tl.float32)
-        if start > 0:
-            inside = in_rows & (start + k[None, :] < SIZE)
-            w = tl.load(at + start, mask=inside, other=0.0, eviction_policy="evict_first")
-        acc += w.to(tl.float32) * x[None, :]
-    y = tl.sum(acc, axis=1)  # [ROWS]
-    to = out_ptr + pair.to(tl.int64) * out_features + r
-    tl.store(to, y.to(out_ptr.dtype.element_ty), mask=r < out_features)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -129,42 +85,6 @@ def _sum_outputs(
         else:
             x *= tl.rsqrt(square / SIZE + eps)
     tl.store(out_ptr + row * SIZE + i, x.to(out_ptr.dtype.element_ty), mask=mask)
-
-
-def launch_expert_rows(
-    out: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    experts: Tensor,
-    *,
-    early: bool = False,
-    pdl: bool = False,
-    rows: int | None = None,
-    block: int = 256,
-    num_warps: int = 4,
-) -> None:
-    """``out`` [num_pairs, out_features]: row p is x[p] through ``experts[p]``, and is not written
-    if that is -1. ``early``: the kernel before this one did not write ``experts``.
-
-    ``rows`` are a program's output features, and ``block`` an iteration's in_features. The defaults
-    are the fastest on an H200 for the shapes of Qwen3-30B-A3B and Qwen3.6-35B-A3B.
-    """
-    rows = rows or (8 if x.shape[1] <= 512 else 4)
-    num_pairs, out_features = out.shape
-    _rows[(triton.cdiv(out_features, rows), num_pairs)](
-        out,
-        x,
-        weight,
-        experts,
-        out_features,
-        SIZE=x.shape[1],
-        ROWS=rows,
-        BLOCK=block,
-        EARLY=early,
-        PDL=pdl,
-        num_warps=num_warps,
-        **launch_options(pdl),
-    )
 
 
 def launch_sum_outputs(

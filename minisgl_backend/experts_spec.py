@@ -52,6 +52,11 @@ class RoutingRule:
             raise ConfigError(f"num_experts_per_tok must be at most {most}, got {self.top_k}")
 
     @property
+    def wide(self) -> bool:
+        """Whether logits are computed in float32, as in the training of such models."""
+        return self.sigmoid or self.corrected
+
+    @property
     def limits_groups(self) -> bool:
         """Whether only some groups count."""
         return self.top_groups < self.num_groups

@@ -71,7 +71,7 @@ def check_invariant_spec(spec: ModelSpec) -> None:
         "norms of the outputs of a layer's parts": spec.norms != "before",
         "norms over all heads of a token": spec.qk_norm == "token",
         "gates by GELU": spec.gate != "silu",
-        "routers by sigmoids": experts is not None and experts.routing.sigmoid,
+        "routers that compute in float32": experts is not None and experts.routing.wide,
         "routers with biases": experts is not None and experts.biases,
         "experts that all tokens take": experts is not None and experts.shared is not None,
     }

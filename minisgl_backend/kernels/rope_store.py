@@ -1,9 +1,9 @@
 """The operations on packed q, k and v between projection and attention, in one pass.
 
-These are RMSNorm of each head of q and k (optional; Qwen3), perhaps also of v (Gemma 4), rotary
-embedding (arXiv 2104.09864), and the store of k and v into the paged cache (arXiv 2309.06180). The
-rotation is read from a cos/sin table, so every scaling variant is only a different table. A
-narrower table rotates only the first dimensions of a head (Phi-4-mini).
+These are RMSNorm of each head of q and k (optional; Qwen3), perhaps after the rotation (Hunyuan) or
+also of v (Gemma 4), rotary embedding (arXiv 2104.09864), and the store of k and v into the paged
+cache (arXiv 2309.06180). The rotation is read from a cos/sin table, so every scaling variant is
+only a different table. A narrower table rotates only the first dimensions of a head (Phi-4-mini).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class TokenPlaces:
     ``positions`` in their sequences and ``slots`` in the pages (page * page_size + offset; a
     negative slot stores nothing), int32 or int64 [num_tokens]. ``cos_sin`` float32
     [max_positions, rotary_dim] holds the rotation at each position: cosines, then sines. Dimension
-    i of a head rotates with i + rotary_dim / 2, and dimensions from rotary_dim on do not rotate. If
-    ``interleaved``, whole heads rotate, dimension 2 i with 2 i + 1.
+    i of a head rotates with i + rotary_dim / 2 or, if ``interleaved``, dimension 2 i with 2 i + 1.
+    Dimensions from rotary_dim on do not rotate.
 
     The twin computes the cached properties at the first layer.
     """
@@ -62,6 +62,7 @@ def qk_norm_rope_store(
     *,
     num_heads: int,
     head_weights: Tensor | None = None,
+    norm_last: bool = False,
     gated: bool = False,
     value_norm: bool = False,
     keys_are_values: bool = False,
@@ -79,7 +80,8 @@ def qk_norm_rope_store(
     ``k_cache``, ``v_cache`` [num_pages, page_size, num_kv_heads, head_dim], of float8_e4m3fn if
     ``k_scale`` and ``v_scale`` (float32 [1]) are given: then they hold k / k_scale and v / v_scale.
     ``head_weights`` [num_heads + num_kv_heads, head_dim]: the norm's weight for each head of q and
-    k; all heads of q have the same weight, and so do all heads of k.
+    k; all heads of q have the same weight, and so do all heads of k. With ``norm_last`` these are
+    normalized after they were rotated.
     """
     if not use_triton(qkv):
         return qk_norm_rope_store_reference(
@@ -89,6 +91,7 @@ def qk_norm_rope_store(
             v_cache,
             num_heads=num_heads,
             head_weights=head_weights,
+            norm_last=norm_last,
             gated=gated,
             value_norm=value_norm,
             keys_are_values=keys_are_values,
@@ -111,6 +114,7 @@ def qk_norm_rope_store(
         keys_are_values=keys_are_values,
         q_weight=None if head_weights is None else head_weights[0],
         k_weight=None if head_weights is None else head_weights[num_heads],
+        norm_last=norm_last,
         eps=eps,
         k_scale=k_scale,
         v_scale=v_scale,
@@ -128,6 +132,7 @@ def qk_norm_rope_store_reference(
     *,
     num_heads: int,
     head_weights: Tensor | None = None,
+    norm_last: bool = False,
     gated: bool = False,
     value_norm: bool = False,
     keys_are_values: bool = False,
@@ -147,9 +152,13 @@ def qk_norm_rope_store_reference(
     if value_norm:
         v = F.rms_norm(at_least_float32(v), (head_dim,), None, eps)
     qk = at_least_float32(qk)
+    if norm_last:
+        qk = _rotated(qk, places)
     if head_weights is not None:
         qk = F.rms_norm(qk, (head_dim,), None, eps).mul_(head_weights)
-    q, k = _rotated(qk, places).tensor_split([num_heads], dim=1)
+    if not norm_last:
+        qk = _rotated(qk, places)
+    q, k = qk.tensor_split([num_heads], dim=1)
     _store(k_cache, places, k, k_scale)
     _store(v_cache, places, v, v_scale)
     return q.to(qkv.dtype)

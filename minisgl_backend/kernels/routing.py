@@ -77,7 +77,7 @@ def choose(
     ids = compared.topk(rule.top_k, dim=-1).indices  # [num_tokens, top_k]
     weights = scores.gather(1, ids)
     if rule.normalize:
-        weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)  # sigmoids may all be 0
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)  # they may all be 0
     if factors is not None:
         return Choices(ids, weights * rule.scale * factors[ids])
     return Choices(ids, at_least_float32((weights * rule.scale).to(logits.dtype)))

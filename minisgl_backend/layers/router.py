@@ -30,8 +30,8 @@ class Router(nn.Module):
     """Picks the experts of a token (Switch Transformer, arXiv 2101.03961; Mixtral, arXiv
     2401.04088). Every rank holds all of it.
 
-    If their sigmoids are used, logits are computed in float32, as in the training of such models,
-    and so is what the checkpoint has beside the weight.
+    If the rule is ``wide``, logits are computed in float32, and so is what the checkpoint has
+    beside the weight.
     """
 
     correction: nn.Parameter | None
@@ -56,7 +56,7 @@ class Router(nn.Module):
 
     def cast(self, dtype: torch.dtype) -> None:
         wide = torch.promote_types(dtype, torch.float32)
-        self.to(wide if self.rule.sigmoid else dtype)
+        self.to(wide if self.rule.wide else dtype)
         if self.correction is not None:
             self.correction.data = self.correction.data.to(wide)
 
@@ -70,7 +70,7 @@ class Router(nn.Module):
     @property
     def is_wide(self) -> bool:
         """Whether logits are in float32, though hidden states may have 16 bits."""
-        return self.rule.sigmoid or self.weight.dtype == torch.float32
+        return self.rule.wide or self.weight.dtype == torch.float32
 
     @property
     def fits_tensor_cores(self) -> bool:
@@ -92,7 +92,7 @@ class Router(nn.Module):
         kernel = self._kernel
         if kernel is not None and len(x) <= kernel.most_tokens:
             return kernel(x, self.weight, squares=None, eps=0.0, bias=bias, pdl=pdl)
-        if self.rule.sigmoid:
+        if self.rule.wide:
             assert bias is None
             return _in_float32(x, self.weight)
         return F.linear(x, self.weight, bias)

@@ -23,6 +23,8 @@ from minisgl_backend.models.families.deepseek_experts import (
     read_glm4_moe,
     read_minimax_m2,
 )
+from minisgl_backend.models.families.ernie import read_ernie4_5, read_ernie4_5_moe
+from minisgl_backend.models.families.exaone import read_exaone4
 from minisgl_backend.models.families.gemma import (
     read_gemma3,
     read_gemma3_text,
@@ -31,13 +33,11 @@ from minisgl_backend.models.families.gemma import (
     read_gemma4_unified,
     read_gemma4_unified_text,
 )
+from minisgl_backend.models.families.glm import read_glm, read_glm4
 from minisgl_backend.models.families.gpt_oss import read_gpt_oss
-from minisgl_backend.models.families.llama import (
-    read_granite,
-    read_llama,
-    read_seed_oss,
-    read_smollm3,
-)
+from minisgl_backend.models.families.granite import read_granite, read_granite_moe
+from minisgl_backend.models.families.hunyuan import read_hunyuan_dense, read_hunyuan_moe
+from minisgl_backend.models.families.llama import read_llama, read_seed_oss, read_smollm3
 from minisgl_backend.models.families.llama4 import read_llama4, read_llama4_text
 from minisgl_backend.models.families.mistral import (
     read_ministral,
@@ -46,7 +46,7 @@ from minisgl_backend.models.families.mistral import (
     read_mistral3,
     read_mixtral,
 )
-from minisgl_backend.models.families.olmo import read_olmo2, read_olmo3
+from minisgl_backend.models.families.olmo import read_olmo2, read_olmo3, read_olmoe
 from minisgl_backend.models.families.phi import read_phi3
 from minisgl_backend.models.families.qwen import (
     read_qwen2,
@@ -193,6 +193,8 @@ ARCHITECTURES: Final[Mapping[str, Callable[[ConfigReader], ModelSpec]]] = Mappin
         "Qwen2_5_VLForConditionalGeneration": read_qwen2_5_vl,
         "Qwen3VLForConditionalGeneration": read_qwen3_vl,
         "Qwen3VLMoeForConditionalGeneration": read_qwen3_vl_moe,
+        "GlmForCausalLM": read_glm,
+        "Glm4ForCausalLM": read_glm4,
         "Glm4MoeForCausalLM": read_glm4_moe,
         "Dots1ForCausalLM": read_dots1,
         "MiniMaxM2ForCausalLM": read_minimax_m2,
@@ -208,6 +210,12 @@ ARCHITECTURES: Final[Mapping[str, Callable[[ConfigReader], ModelSpec]]] = Mappin
         "Phi3ForCausalLM": read_phi3,
         "Olmo2ForCausalLM": read_olmo2,
         "Olmo3ForCausalLM": read_olmo3,
+        "OlmoeForCausalLM": read_olmoe,
+        "Exaone4ForCausalLM": read_exaone4,
+        "Ernie4_5ForCausalLM": read_ernie4_5,
+        "Ernie4_5_MoeForCausalLM": read_ernie4_5_moe,
+        "HunYuanDenseV1ForCausalLM": read_hunyuan_dense,
+        "HunYuanMoEV1ForCausalLM": read_hunyuan_moe,
         "Gemma3ForCausalLM": read_gemma3_text,
         "Gemma3ForConditionalGeneration": read_gemma3,
         "Gemma4ForCausalLM": read_gemma4_text,
@@ -215,6 +223,7 @@ ARCHITECTURES: Final[Mapping[str, Callable[[ConfigReader], ModelSpec]]] = Mappin
         "Gemma4UnifiedForCausalLM": read_gemma4_unified_text,
         "Gemma4UnifiedForConditionalGeneration": read_gemma4_unified,
         "GraniteForCausalLM": read_granite,
+        "GraniteMoeForCausalLM": read_granite_moe,
         "SeedOssForCausalLM": read_seed_oss,
         "SmolLM3ForCausalLM": read_smollm3,
         "GptOssForCausalLM": read_gpt_oss,
@@ -233,5 +242,8 @@ _WITHOUT_EFFECT: Final[Mapping[str, tuple[float, ...]]] = MappingProxyType(
     | {"repetition_penalty": (1,)}
 )
 """Parameters of sampling, with the values that leave the probabilities as they are."""
-_WITH_NEEDLESS_CODE: Final = frozenset({"Phi3ForCausalLM", "MiniMaxM2ForCausalLM"})
+_WITH_NEEDLESS_CODE: Final = frozenset(
+    {"Phi3ForCausalLM", "MiniMaxM2ForCausalLM", "Ernie4_5ForCausalLM", "Ernie4_5_MoeForCausalLM"}
+    | {"HunYuanDenseV1ForCausalLM", "HunYuanMoEV1ForCausalLM"}
+)
 """Architectures whose checkpoints come with code that transformers has included since."""

@@ -212,6 +212,6 @@ def has_fused_layers(spec: ModelSpec) -> bool:
     does not know, or routers that compute in float32.
     """
     experts = None if spec.moe is None else spec.moe.experts
-    if experts is not None and (experts.routing.sigmoid or not expert_cut.knows(experts)):
+    if experts is not None and (experts.routing.wide or not expert_cut.knows(experts)):
         return False
     return spec.norms == "before"

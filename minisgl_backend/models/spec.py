@@ -173,7 +173,8 @@ class ModelSpec:
 
     ``ropes`` has one entry per layer, unless all layers rotate by ``rope``; None: the layer does
     not rotate. ``qk_norm``: queries and keys are normalized, each head separately or all heads of a
-    token together; "unweighted": each head separately, without weights, in layers that rotate.
+    token together; "rotated": each head separately, after its rotation; "unweighted": each head
+    separately, without weights, in layers that rotate.
     ``query_growth``: queries grow with their position. ``norms``: whether a layer's parts normalize
     their inputs, or their outputs before they are added to the residual stream, or both;
     ``norm_offset`` is added to the weights of all norms. ``gate``: that of feed-forward blocks
@@ -211,7 +212,7 @@ class ModelSpec:
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: Literal["head", "token", "unweighted"] | None = None
+    qk_norm: Literal["head", "rotated", "token", "unweighted"] | None = None
     query_growth: QueryGrowth | None = None
     norms: Literal["before", "after", "around"] = "before"
     norm_offset: float = 0.0

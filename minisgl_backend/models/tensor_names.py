@@ -112,7 +112,8 @@ class TensorNames:
     head, then those for the next. A checkpoint of only the layers, as of embedding models, leaves
     out the first part of all names, ``model.``. If the checkpoint is ``multimodal``, the tensors
     for images and audio are left out. Tensors whose names begin with one of ``left_out`` are always
-    left out.
+    left out. Those whose names for the decoder end with one of ``one_row`` are matrices of one row,
+    which is the weight.
     With ``keeps_stacks`` a tensor of all experts is one weight, not several of one expert each.
     With ``transposed_stacks`` inputs come before outputs in such tensors, which are plain. If
     ``hidden_size`` is given, files may have either order: it is the usual one unless the tensor, or
@@ -124,6 +125,7 @@ class TensorNames:
     by_head: Mapping[str, int] = field(default_factory=dict)
     multimodal: bool = False
     left_out: tuple[str, ...] = ()
+    one_row: tuple[str, ...] = ()
     keeps_stacks: bool = False
     transposed_stacks: bool = False
     hidden_size: int | None = None
@@ -153,6 +155,9 @@ class TensorNames:
             if scale is None or self.hidden_size is not None:
                 yield from _of_transposed_experts(stacked, name, shape)
                 return
+        if own.endswith(self.one_row) and len(shape) == 2 and shape[0] == 1:
+            yield own, StoredAs(name, shape[1:], (0,))
+            return
         module, _, kind = own.rpartition(".")
         around, _, last = module.rpartition(".")
         end = next((end for end in self.merged if module.endswith(end)), None)
@@ -181,11 +186,12 @@ class TensorNames:
         if prefix is not None and name.startswith("model."):
             name = prefix + name.removeprefix("model.")
             restored.add("model.")
+        own = name  # what one pair restores may look like what another replaces
         for theirs, ours in self.renamed:
             if ours in restored:
                 continue
             if theirs.startswith("."):
-                is_there = ours in name
+                is_there = ours in own
             else:  # what stands before the head depends on what stands before the layers
                 is_there = name.startswith(ours) and theirs.startswith(outer)
             if is_there:

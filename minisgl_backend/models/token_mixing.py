@@ -133,13 +133,17 @@ class SelfAttention(nn.Module):
         )
         self.eps = spec.norm_eps
         self.qk_norm: HeadNorm | TokenNorm | None = None
-        if spec.qk_norm == "head" or (spec.qk_norm == "unweighted" and rope is not None):
+        self._norm_last = spec.qk_norm == "rotated"
+        assert self.has_own_kv or not self._norm_last
+        if spec.qk_norm in ("head", "rotated") or (
+            spec.qk_norm == "unweighted" and rope is not None
+        ):
             self.qk_norm = HeadNorm(
                 self.num_heads,
                 self.num_kv_heads if self.has_own_kv else 0,
                 self.head_dim,
                 offset=spec.norm_offset,
-                weighted=spec.qk_norm == "head",
+                weighted=spec.qk_norm != "unweighted",
             )
         elif spec.qk_norm == "token":
             self.qk_norm = TokenNorm(queries, keys, spec.norm_eps, group)
@@ -148,7 +152,7 @@ class SelfAttention(nn.Module):
         self._are_heads_tiles = (
             head_dim in HEAD_DIMS
             and self.has_own_kv
-            and spec.qk_norm != "token"
+            and spec.qk_norm not in ("token", "rotated")
             and not (self.is_gated or self.value_norm)
             and (rope is None or (rope.rotated == 1.0 and not rope.interleaved))
         )
@@ -169,7 +173,7 @@ class SelfAttention(nn.Module):
     def use_tensor_cores(self, kernels: TensorCores) -> None:
         """Compute steps that fit by ``kernels``, which the weights fit. Pages must be bound. The
         GEMM also normalizes, rotates and stores heads, if a head can be one of its tiles, rotates
-        in full, and has neither a gate nor a ``TokenNorm``."""
+        in full and after its norm, and has neither a gate nor a ``TokenNorm``."""
         self.o_proj.use_tensor_cores(kernels)
         if not self._are_heads_tiles:
             self.qkv_proj.use_tensor_cores(kernels)
@@ -262,6 +266,7 @@ class SelfAttention(nn.Module):
             kv.values,
             num_heads=self.num_heads,
             head_weights=None if head_norm is None else head_norm.weight,
+            norm_last=self._norm_last,
             gated=self.is_gated,
             value_norm=self.value_norm,
             keys_are_values=self.keys_are_values,

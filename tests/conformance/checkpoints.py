@@ -15,6 +15,12 @@ import torch
 from transformers import (
     Dots1Config,
     Dots1ForCausalLM,
+    Ernie4_5_MoeConfig,
+    Ernie4_5_MoeForCausalLM,
+    Ernie4_5Config,
+    Ernie4_5ForCausalLM,
+    Exaone4Config,
+    Exaone4ForCausalLM,
     Gemma3Config,
     Gemma3ForCausalLM,
     Gemma3ForConditionalGeneration,
@@ -27,12 +33,22 @@ from transformers import (
     Gemma4UnifiedForCausalLM,
     Gemma4UnifiedForConditionalGeneration,
     Gemma4UnifiedTextConfig,
+    Glm4Config,
+    Glm4ForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    GlmConfig,
+    GlmForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
+    GraniteMoeConfig,
+    GraniteMoeForCausalLM,
+    HunYuanDenseV1Config,
+    HunYuanDenseV1ForCausalLM,
+    HunYuanMoEV1Config,
+    HunYuanMoEV1ForCausalLM,
     Llama4Config,
     Llama4ForCausalLM,
     Llama4ForConditionalGeneration,
@@ -55,6 +71,8 @@ from transformers import (
     Olmo2ForCausalLM,
     Olmo3Config,
     Olmo3ForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
     PreTrainedModel,
@@ -517,6 +535,59 @@ def _text_of_vl(**rope: Any) -> dict[str, Any]:
     return {**_SHAPE, "rope_parameters": usual | rope}
 
 
+def _exaone4(**changes: Any) -> PreTrainedModel:
+    sizes = {"head_dim": 32, "num_hidden_layers": 4, "sliding_window": 20}
+    values = {**_SHAPE, **sizes, "rope_parameters": dict(_LLAMA3), **changes}
+    return Exaone4ForCausalLM(Exaone4Config(**values))
+
+
+def _glm4(**changes: Any) -> PreTrainedModel:
+    return Glm4ForCausalLM(Glm4Config(**{**_SHAPE, "head_dim": 32, **changes}))
+
+
+def _glm(**changes: Any) -> PreTrainedModel:
+    return GlmForCausalLM(GlmConfig(**{**_SHAPE, "head_dim": 32, **changes}))
+
+
+def _ernie(**changes: Any) -> PreTrainedModel:
+    return Ernie4_5ForCausalLM(Ernie4_5Config(**{**_SHAPE, "head_dim": 32, **changes}))
+
+
+def _ernie_moe(**changes: Any) -> PreTrainedModel:
+    experts = {"moe_intermediate_size": 48, "moe_num_experts": 8, "moe_k": 3}
+    values = {**_SHAPE, **experts, "num_hidden_layers": 3, **changes}
+    return Ernie4_5_MoeForCausalLM(Ernie4_5_MoeConfig(**values))
+
+
+def _olmoe(**changes: Any) -> PreTrainedModel:
+    experts = {"num_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 48}
+    return OlmoeForCausalLM(OlmoeConfig(**{**_SHAPE, **experts, **changes}))
+
+
+def _granite_moe(**changes: Any) -> PreTrainedModel:
+    multipliers = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22}
+    multipliers |= {"attention_multiplier": 0.2, "logits_scaling": 6.0}
+    experts = {"num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 48}
+    values = {**_SHAPE, **multipliers, **experts, **changes}
+    return GraniteMoeForCausalLM(GraniteMoeConfig(**values))
+
+
+_ALPHA: Final = MappingProxyType(
+    {"rope_type": "dynamic", "rope_theta": 10_000.0, "alpha": 50.0, "factor": 1.0}
+)
+
+
+def _hunyuan(**changes: Any) -> PreTrainedModel:
+    values = {**_SHAPE, "head_dim": 32, "rope_parameters": dict(_ALPHA), **changes}
+    return HunYuanDenseV1ForCausalLM(HunYuanDenseV1Config(**values))
+
+
+def _hunyuan_moe(**changes: Any) -> PreTrainedModel:
+    experts = {"num_experts": 8, "moe_topk": [3, 3], "intermediate_size": 48}
+    values = {**_SHAPE, "head_dim": 32, "rope_parameters": dict(_ALPHA), **experts, **changes}
+    return HunYuanMoEV1ForCausalLM(HunYuanMoEV1Config(**values))
+
+
 CASES: Final[Mapping[str, Callable[[], PreTrainedModel]]] = MappingProxyType(
     {
         "llama": _llama,
@@ -677,12 +748,45 @@ CASES: Final[Mapping[str, Callable[[], PreTrainedModel]]] = MappingProxyType(
         "qwen2.5-vl": _qwen2_5_vl,
         "qwen3-vl": _qwen3_vl,
         "qwen3-vl-experts": _qwen3_vl_moe,
+        "exaone4": _exaone4,
+        "exaone4-full": lambda: _exaone4(
+            sliding_window=None, layer_types=["full_attention"] * 4, tie_word_embeddings=True
+        ),
+        "glm": _glm,
+        "glm4": _glm4,
+        "glm4-whole": lambda: _glm4(
+            partial_rotary_factor=1.0, attention_bias=False, tie_word_embeddings=True
+        ),
+        "ernie": lambda: _ernie(tie_word_embeddings=False),
+        "ernie-biases": lambda: _ernie(use_bias=True, rope_parameters=dict(_YARN)),
+        "ernie-moe": _ernie_moe,
+        "ernie-moe-sparse": lambda: _ernie_moe(
+            num_hidden_layers=4,
+            moe_layer_interval=2,
+            moe_layer_start_index=0,
+            moe_layer_end_index=2,
+            moe_num_shared_experts=0,
+            tie_word_embeddings=False,
+        ),
+        "olmoe": _olmoe,
+        "olmoe-normalized": lambda: _olmoe(
+            norm_topk_prob=True, attention_bias=True, tie_word_embeddings=True
+        ),
+        "granite-moe": _granite_moe,
+        "hunyuan": _hunyuan,
+        "hunyuan-yarn": lambda: _hunyuan(
+            rope_parameters={**_YARN, "attention_factor": 1.3},
+            attention_bias=True,
+            tie_word_embeddings=True,
+        ),
+        "hunyuan-moe": _hunyuan_moe,
     }
 )
 
 
 _SEEDS: Final = MappingProxyType(
-    {"dots1": 1001, "glm4-moe-groups": 1002, "gpt-oss": 1004, "minimax-m2": 1001}
+    {"dots1": 1001, "glm4-moe-groups": 1002, "gpt-oss": 1004, "granite-moe": 1001}
+    | {"minimax-m2": 1001}
 )
 """Seeds of checkpoints that nearly tie with the seed that their place in ``CASES`` gives."""
 

@@ -164,6 +164,11 @@ def test_adapters_over_quantized_weights(case: str, tmp_path: Path) -> None:
     ("case", "targets"),
     [
         ("phi3", ("qkv_proj", "gate_up_proj", "o_proj", "down_proj")),
+        ("glm4", ("q_proj", "k_proj", "o_proj", "gate_up_proj", "down_proj")),
+        ("exaone4", ("q_proj", "k_proj", "v_proj", "gate_proj", "down_proj")),
+        ("ernie-biases", ("q_proj", "o_proj", "up_proj", "down_proj")),
+        ("hunyuan", ("q_proj", "k_proj", "o_proj", "gate_proj")),
+        ("ernie-moe", ("q_proj", "v_proj", "o_proj")),
         ("qwen3.5-multimodal", ("q_proj", "v_proj", "o_proj", "up_proj")),
     ],
 )

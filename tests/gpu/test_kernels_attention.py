@@ -159,9 +159,11 @@ def test_prefill_attention_finds_each_chunk(
         (96, 96, False),
         (96, 72, False),
         (80, 80, True),
+        (128, 64, True),
+        (96, 72, True),
     ],
 )
-@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("norm", [None, "first", "last"])
 @pytest.mark.parametrize(
     ("gated", "values"), [(False, "own"), (True, "own"), (False, "normed"), (False, "keys")]
 )
@@ -174,7 +176,7 @@ def test_qk_norm_rope_store(
     head_dim: int,
     rotary_dim: int,
     interleaved: bool,
-    norm: bool,
+    norm: str | None,
     gated: bool,
     values: str,
     fp8: bool,
@@ -199,6 +201,7 @@ def test_qk_norm_rope_store(
         "places": rope_store.TokenPlaces(positions, slots, cos_sin, interleaved),
         "num_heads": num_heads,
         "head_weights": head_weights if norm else None,
+        "norm_last": norm == "last",
         "gated": gated,
         "value_norm": values != "own",
         "keys_are_values": values == "keys",

@@ -334,8 +334,14 @@ def test_few_tokens(
 @needs_hopper
 @pytest.mark.parametrize("num_tokens", [1, 3, 32, 33, 256, 1000])
 @pytest.mark.parametrize(
-    ("sigmoid", "normalize", "scaled"),
-    [(False, True, False), (True, True, False), (False, False, False), (False, True, True)],
+    ("sigmoid", "corrected", "normalize", "scaled"),
+    [
+        (False, False, True, False),
+        (True, True, True, False),
+        (False, True, True, False),
+        (False, False, False, False),
+        (False, False, True, True),
+    ],
 )
 @pytest.mark.parametrize("block", [0, 8, 64, 256])
 @pytest.mark.parametrize("half_done", [False, True])
@@ -344,6 +350,7 @@ def test_routing(
     device: torch.device,
     num_tokens: int,
     sigmoid: bool,
+    corrected: bool,
     normalize: bool,
     scaled: bool,
     block: int,
@@ -358,14 +365,14 @@ def test_routing(
         top_k=top_k,
         normalize=normalize,
         sigmoid=sigmoid,
-        corrected=sigmoid,
+        corrected=corrected,
         scale=1.5,
         scaled=scaled,
     )
-    kernel = RoutingKernel(rule, held, size, device, wide=sigmoid, blocks=[block])
+    kernel = RoutingKernel(rule, held, size, device, wide=rule.wide, blocks=[block])
     logits = torch.randn(num_tokens, num_experts, device=device)
-    logits = logits if sigmoid else logits.bfloat16()
-    bias = torch.randn(num_experts, device=device) / 10 if sigmoid else None
+    logits = logits if rule.wide else logits.bfloat16()
+    bias = torch.randn(num_experts, device=device) / 10 if corrected else None
     squares = torch.rand(16, num_tokens, device=device) * size / 8 if half_done else None
     addends = torch.randn(num_experts, device=device) if half_done else None
     of_experts = torch.rand(num_experts, device=device) + 0.5 if scaled else None
@@ -633,18 +640,21 @@ def test_routing_with_the_routers_gemm(
 @needs_hopper
 @pytest.mark.parametrize("num_tokens", [1, 8, 9, 300])
 @pytest.mark.parametrize("block", [0, 8])
-def test_routing_by_corrected_sigmoids(device: torch.device, num_tokens: int, block: int) -> None:
+@pytest.mark.parametrize("sigmoid", [False, True])
+def test_routing_by_corrected_scores(
+    device: torch.device, num_tokens: int, block: int, sigmoid: bool
+) -> None:
     """By the logits of a router whose weight has 16 bits, which few tokens have in one kernel."""
     from minisgl_backend.kernels.cuda.routing import RoutingKernel
 
     rule = RoutingRule(
-        num_experts=128, top_k=8, normalize=True, sigmoid=True, corrected=True, scale=2.5
+        num_experts=128, top_k=8, normalize=True, sigmoid=sigmoid, corrected=True, scale=2.5
     )
     size = 4096
     kernel = RoutingKernel(rule, (0, 128), size, device, wide=True, blocks=[0, 8], few=[0, 8])
     x = torch.randn(num_tokens, size, device=device).bfloat16()
     weight = torch.randn(128, size, device=device).bfloat16() / 64
-    correction = torch.randn(128, device=device) / 8
+    correction = torch.randn(128, device=device) / (8 if sigmoid else 128)
     expected = choose(F.linear(x.double(), weight.double()), rule, correction.double())
     logits = torch.mm(x, weight.t(), out_dtype=torch.float32)
     ways = [kernel(logits, block=block, correction=correction)]

@@ -196,7 +196,8 @@ def test_sections_begin_with_pages(folder: Path) -> None:
         ({"scaled_layers": True}, "layers with inputs of their own"),
         ({"gated_attention": True}, "gated attention"),
         ({"weights": CONVERT_TO_FP8}, "quantized weights"),
-        ({"moe": {"routing": {"sigmoid": True}}}, "routers by sigmoids"),
+        ({"moe": {"routing": {"sigmoid": True}}}, "routers that compute in float32"),
+        ({"moe": {"routing": {"corrected": True}}}, "routers that compute in float32"),
         ({"moe": {"biases": True}}, "routers with biases"),
         (
             {"moe": {"shared": SharedExpert(name="shared", intermediate_size=64)}},

@@ -179,7 +179,7 @@ __device__ __forceinline__ void choose(const Arguments& args, int token, const L
             if (32 * i + lane == first) keys[i] = 0;
         if (lane == choice) id = first, weight = score;
     }
-    float by = NORMALIZE ? args.scale / (sum(weight) + (SIGMOID ? 1e-20f : 0)) : args.scale;
+    float by = NORMALIZE ? args.scale / (sum(weight) + 1e-20f) : args.scale;
 #pragma unroll
     for (int i = 0; SCALED && i < OF_LANE; ++i) {
         const float of_id = __shfl_sync(ALL, expert_factors[i], id % 32);

@@ -59,6 +59,7 @@ def _qk_norm_rope_store(
     GATED: tl.constexpr,  # each query is followed by the gate of what it reads, which stays there
     KEYS_ARE_VALUES: tl.constexpr,  # before they are normalized and rotated
     NORM: tl.constexpr,
+    NORM_LAST: tl.constexpr,  # after the rotation
     VALUE_NORM: tl.constexpr,
     FP8: tl.constexpr,
     PDL: tl.constexpr,
@@ -97,15 +98,17 @@ def _qk_norm_rope_store(
                 weight_ptr = q_weight_ptr if is_q else k_weight_ptr
             weight_low = tl.load(weight_ptr + d, mask=inside, other=0.0).to(tl.float32)
             weight_high = tl.load(weight_ptr + gap + d, mask=inside, other=0.0).to(tl.float32)
-            square = tl.sum(low * low + high * high, axis=1) / (2 * HALF)  # [GROUP]
-            scale = tl.rsqrt(square + eps)[:, None]
-            low = low * scale * weight_low[None, :]
-            high = high * scale * weight_high[None, :]
+            if not NORM_LAST:
+                square = tl.sum(low * low + high * high, axis=1) / (2 * HALF)  # [GROUP]
+                scale = tl.rsqrt(square + eps)[:, None]
+                low = low * scale * weight_low[None, :]
+                high = high * scale * weight_high[None, :]
         position = tl.load(positions_ptr + token).to(tl.int64)
         row_ptr = cos_sin_ptr + position * (2 * TURNED)
-        if TURNED == HALF:
-            cos = tl.load(row_ptr + i, mask=inside, other=0.0)[None, :]
-            sin = tl.load(row_ptr + HALF + i, mask=inside, other=0.0)[None, :]
+        if INTERLEAVED or TURNED == HALF:
+            turns = i < TURNED
+            cos = tl.load(row_ptr + i, mask=turns, other=1.0)[None, :]
+            sin = tl.load(row_ptr + TURNED + i, mask=turns, other=0.0)[None, :]
             rotated = low * cos - high * sin
             high = high * cos + low * sin
             low = rotated
@@ -115,13 +118,18 @@ def _qk_norm_rope_store(
             low_from, high_from = _partner(last, TURNED), _partner(HALF + last, TURNED)
             low_other = tl.load(heads_ptr + low_from[None, :]).to(tl.float32)
             high_other = tl.load(heads_ptr + high_from[None, :]).to(tl.float32)
-            if NORM:
+            if NORM and not NORM_LAST:
                 low_other *= scale * tl.load(weight_ptr + low_from).to(tl.float32)[None, :]
                 high_other *= scale * tl.load(weight_ptr + high_from).to(tl.float32)[None, :]
             low_cos, low_sin = _angle(row_ptr, last, TURNED)
             high_cos, high_sin = _angle(row_ptr, HALF + last, TURNED)
             low = low * low_cos[None, :] + low_other * low_sin[None, :]
             high = high * high_cos[None, :] + high_other * high_sin[None, :]
+        if NORM and NORM_LAST:
+            turned = tl.where(in_tile, low * low + high * high, 0.0)
+            scale = tl.rsqrt(tl.sum(turned, axis=1) / (2 * HALF) + eps)[:, None]
+            low = low * scale * weight_low[None, :]
+            high = high * scale * weight_high[None, :]
     elif VALUE_NORM:
         square = tl.sum(low * low + high * high, axis=1) / (2 * HALF)
         scale = tl.rsqrt(square + eps)[:, None]
@@ -159,6 +167,7 @@ def launch_qk_norm_rope_store(
     keys_are_values: bool = False,
     q_weight: Tensor | None,
     k_weight: Tensor | None = None,
+    norm_last: bool = False,
     eps: float,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
@@ -178,7 +187,6 @@ def launch_qk_norm_rope_store(
         assert k_cache.stride() == v_cache.stride() and k_cache.stride(3) == 1
         strides = k_cache.stride()[:3]
     assert out.is_contiguous() and cos_sin.is_contiguous() and cos_sin.dtype == torch.float32
-    assert not interleaved or cos_sin.shape[1] == head_dim
     # a group must not mix kinds, so its size divides the heads of each; wide heads would spill
     group = math.gcd(math.gcd(num_heads, num_kv_heads), 4 if head_dim <= 256 else 2)
     _qk_norm_rope_store[(num_tokens, (num_heads + 2 * num_kv_heads) // group)](
@@ -207,6 +215,7 @@ def launch_qk_norm_rope_store(
         GATED=gated,
         KEYS_ARE_VALUES=keys_are_values,
         NORM=q_weight is not None,
+        NORM_LAST=norm_last,
         VALUE_NORM=value_norm,
         FP8=k_scale is not None,
         PDL=pdl,

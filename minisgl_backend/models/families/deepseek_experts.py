@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
 
-from minisgl_backend.errors import ConfigError
 from minisgl_backend.experts_spec import ExpertsSpec, RoutingRule, SharedExpert
 from minisgl_backend.models.common_fields import common_fields
 from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.families.fields import (
     ATTENTION_KINDS,
+    check_always,
     qk_normed_fields,
     read_window,
     windows_by_kind,
@@ -87,9 +87,7 @@ def read_minimax_m2(config: ConfigReader) -> ModelSpec:
         head_dim = config.integer("head_dim", maximum=MOST_HEADS)
         rotated = config.integer("rotary_dim", maximum=head_dim) / head_dim
         config = config.with_defaults(partial_rotary_factor=rotated)
-    for key, only in _OF_MINIMAX_M2.items():
-        if (given := config.values.get(key, only)) != only:
-            raise ConfigError(f"{config.where}: {key} {given!r} is not supported, only {only!r}")
+    check_always(config, _OF_MINIMAX_M2)
     if set(kinds := config.integers("attn_type_list")) - {1}:
         raise config.error("attn_type_list", "1 for each layer", kinds)
     fields = common_fields(config, partial=True)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
+from minisgl_backend.errors import ConfigError
 from minisgl_backend.experts_spec import RoutingRule
 from minisgl_backend.models.common_fields import common_fields
 from minisgl_backend.models.config_json import ConfigReader
@@ -38,6 +39,14 @@ def text_part(spec: ModelSpec, architecture: str) -> ModelSpec:
     renamed = tuple(dict.fromkeys((*MULTIMODAL.renamed, *spec.names.renamed)))
     names = replace(spec.names, renamed=renamed, multimodal=True)
     return replace(spec, architecture=architecture, names=names)
+
+
+def check_always(config: ConfigReader, always: Mapping[str, object]) -> None:
+    """Raise ``ConfigError`` if config.json says otherwise about what is always so; keys may be
+    absent."""
+    for key, only in always.items():
+        if (given := config.values.get(key, only)) != only:
+            raise ConfigError(f"{config.where}: {key} {given!r} is not supported, only {only!r}")
 
 
 def attention_biases(config: ConfigReader, default: bool = False) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Llama, and what adds little to it: Granite 3, Seed-OSS and SmolLM3."""
+"""Llama, and what adds little to it: Seed-OSS and SmolLM3."""
 
 from __future__ import annotations
 
@@ -19,20 +19,6 @@ def read_llama(config: ConfigReader) -> ModelSpec:
     return ModelSpec(
         architecture="LlamaForCausalLM",
         mlp_bias=config.flag("mlp_bias"),
-        **attention_biases(config),
-        **common_fields(config),
-    )
-
-
-def read_granite(config: ConfigReader) -> ModelSpec:
-    """``GraniteForCausalLM``, Granite 3: Llama with multipliers."""
-    return ModelSpec(
-        architecture="GraniteForCausalLM",
-        mlp_bias=config.flag("mlp_bias"),
-        attention_scale=config.number("attention_multiplier", 1.0),
-        embedding_scale=config.number("embedding_multiplier", 1.0),
-        branch_scale=config.number("residual_multiplier", 1.0),
-        logit_scale=1 / config.number("logits_scaling", 1.0),
         **attention_biases(config),
         **common_fields(config),
     )

@@ -117,6 +117,7 @@ def test_experts_that_the_kernels_support() -> None:
     spec = ExpertsSpec(routing=rule, intermediate_size=768)
     assert knows(spec)
     assert knows(replace(spec, routing=replace(rule, sigmoid=True, corrected=True, scale=2.5)))
+    assert knows(replace(spec, routing=replace(rule, corrected=True)))
     assert knows(replace(spec, biases=True, gate=ClampedGate(alpha=1.7, limit=7.0)))
     assert knows(replace(spec, routing=replace(rule, scaled=True), gate="gelu"))
     assert not knows(replace(spec, routing=replace(rule, num_groups=8, top_groups=4)))

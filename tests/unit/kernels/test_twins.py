@@ -317,6 +317,40 @@ def test_rope_store_rotates_neighbouring_dimensions_together() -> None:
     torch.testing.assert_close(sorted_halves(rotated(x, weight, True)), expected)
 
 
+def test_rope_store_rotates_neighbours_among_the_first_dimensions_of_a_head() -> None:
+    x, positions = torch.randn(3, 4, 16), torch.tensor([4, 0, 9])
+    places = rope_store.TokenPlaces(positions, torch.arange(3), torch.randn(10, 8), True)
+
+    def rotated(heads: torch.Tensor) -> torch.Tensor:
+        pages = torch.zeros(1, 3, 1, heads.shape[-1])
+        qkv = heads.flatten(1).clone()
+        q = rope_store.qk_norm_rope_store(qkv, places, pages, pages.clone(), num_heads=2)
+        return torch.cat([q, pages[0]], dim=1)
+
+    found = rotated(x)
+    assert torch.equal(found[..., :8], rotated(x[..., :8]))
+    assert torch.equal(found[..., 8:], x[:, :3, 8:])
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rope_store_may_normalize_what_it_has_rotated(interleaved: bool) -> None:
+    x, weight = torch.randn(3, 4, 16), torch.rand(3, 16)  # two heads of queries, one of keys
+    ids = torch.arange(3)
+    # factors of more than 1 lengthen what is rotated
+    places = rope_store.TokenPlaces(ids, ids, 2 * torch.randn(3, 12), interleaved)
+
+    def computed(**norm: Any) -> torch.Tensor:
+        pages = torch.zeros(1, 3, 1, 16)
+        qkv = x.flatten(1).clone()
+        q = rope_store.qk_norm_rope_store(qkv, places, pages, pages.clone(), num_heads=2, **norm)
+        return torch.cat([q, pages[0]], dim=1)
+
+    rotated = computed()
+    expected = rotated * (rotated.square().mean(-1, keepdim=True) + 0.1).rsqrt() * weight
+    found = computed(head_weights=weight, norm_last=True, eps=0.1)
+    torch.testing.assert_close(found, expected)
+
+
 def test_rope_store_without_a_norm_only_rotates() -> None:
     qkv = torch.randn(2, 3 * 8)
     q, k, _v = qkv.clone().chunk(3, dim=1)

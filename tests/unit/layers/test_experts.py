@@ -221,8 +221,20 @@ def test_logits_tell_apart_what_sigmoids_do_not() -> None:
     assert (found.ids.tolist(), found.weights.tolist()) == ([[1]], [[1.0]])
 
 
-def test_corrections_keep_the_precision_of_float32() -> None:
-    spec = spec_of(sigmoid=True, corrected=True)
+def test_corrections_choose_among_scores_of_a_softmax() -> None:
+    rule = RoutingRule(num_experts=3, top_k=2, normalize=True, corrected=True)
+    logits, correction = torch.tensor([[2.0, 1.0, 0.0]]), torch.tensor([-2.0, 0.0, 0.5])
+    found = choose(logits, rule, correction)
+    assert found.ids.tolist() == [[2, 1]]
+    expected = logits[:, [2, 1]].softmax(dim=-1)
+    torch.testing.assert_close(found.weights, expected)
+    far = choose(torch.tensor([[200.0, 0.0, 0.0]]), rule, correction)
+    assert far.weights.tolist() == [[0.0, 0.0]]  # not 0 / 0
+
+
+@pytest.mark.parametrize("sigmoid", [False, True])
+def test_corrections_keep_the_precision_of_float32(sigmoid: bool) -> None:
+    spec = spec_of(sigmoid=sigmoid, corrected=True)
     router = block(spec, OneRank()).router
     router.cast(torch.bfloat16)
     assert router.correction is not None
@@ -232,8 +244,11 @@ def test_corrections_keep_the_precision_of_float32() -> None:
     assert plain.weight.dtype == torch.bfloat16
 
 
-def test_logits_of_sigmoids_are_wide_though_a_weight_that_allows_it_is_kept_in_16_bits() -> None:
-    router = block(spec_of(sigmoid=True, corrected=True), OneRank()).router
+@pytest.mark.parametrize(("sigmoid", "corrected"), [(True, False), (False, True), (True, True)])
+def test_logits_are_wide_though_a_weight_that_allows_it_is_kept_in_16_bits(
+    sigmoid: bool, corrected: bool
+) -> None:
+    router = block(spec_of(sigmoid=sigmoid, corrected=corrected), OneRank()).router
     router.cast(torch.bfloat16)
     weight, x = torch.randn(NUM_EXPERTS, HIDDEN_SIZE), torch.randn(5, HIDDEN_SIZE).bfloat16()
     for stored, dtype in ((weight, torch.float32), (weight.bfloat16(), torch.bfloat16)):

@@ -16,13 +16,20 @@ from minisgl_backend.models.spec import LayerInputs, MoeSpec, QueryGrowth
 from minisgl_bench.dummy_model import SHAPES
 from tests.unit.models.config_jsons import (
     DOTS_LLM1,
+    ERNIE_4_5_0_3B,
+    ERNIE_4_5_21B_A3B,
+    EXAONE_4_32B,
     GEMMA_3_1B,
     GEMMA_3_4B,
     GEMMA_4_31B,
     GEMMA_4_E2B,
     GLM_4_5_AIR,
+    GLM_4_9B_0414,
     GPT_OSS_20B,
+    GRANITE_3_1_3B_A800M,
     GRANITE_3_3_8B,
+    HUNYUAN_7B,
+    HUNYUAN_A13B,
     LLAMA_3_1_8B,
     LLAMA_4_SCOUT,
     MINIMAX_M2,
@@ -33,6 +40,7 @@ from tests.unit.models.config_jsons import (
     MIXTRAL_8X7B,
     OLMO_2_7B,
     OLMO_3_7B,
+    OLMOE_1B_7B,
     PHI_4_MINI,
     QWEN_1_5_MOE,
     QWEN_2_5_7B,
@@ -567,6 +575,152 @@ def test_text_parts_of_qwens_that_see() -> None:
     assert 30 < spec.num_parameters / 1e9 < 31
 
 
+def test_windows_and_rotation_of_exaone_4() -> None:
+    spec = parse_spec(EXAONE_4_32B)
+    assert (spec.norms, spec.qk_norm, spec.norm_eps) == ("after", "head", 1e-5)
+    assert spec.windows == (4096, 4096, 4096, None) * 16 and spec.context == 131072
+    assert spec.ropes == (spec.rope, spec.rope, spec.rope, None) * 16
+    assert (spec.rope.scaling, spec.rope.factor, spec.rope.theta) == ("llama3", 16.0, 1e6)
+    assert 31.5 < spec.num_parameters / 1e9 < 32.5
+    unlisted = {**EXAONE_4_32B, "layer_types": None, "sliding_window_pattern": 4}
+    assert parse_spec(unlisted) == spec
+    del unlisted["sliding_window_pattern"], unlisted["sliding_window"]
+    assert parse_spec(unlisted) == spec
+    whole = parse_spec({**unlisted, "sliding_window": None})
+    assert whole.windows == (None,) * 64 and not whole.ropes  # then all layers rotate
+    for wrong, message in (
+        ({"layer_types": None}, "sliding_window_pattern must be an integer >= 1, got 'LLLG'"),
+        (unlisted | {"sliding_window_pattern": None}, "sliding_window_pattern is missing"),
+        ({"sliding_window": None}, "sliding_window must be an integer, since layer_types has"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            parse_spec({**EXAONE_4_32B, **wrong})
+
+
+def test_norms_and_rotation_of_glm_4() -> None:
+    spec = parse_spec(GLM_4_9B_0414)
+    assert (spec.norms, spec.norm_eps) == ("around", 1e-5)
+    assert (spec.qkv_bias, spec.output_bias) == (True, False)
+    assert spec.rope.interleaved and spec.rope.rotated == 0.5 and spec.head_dim == 128
+    assert 9 < spec.num_parameters / 1e9 < 10
+    former = parse_spec({**GLM_4_9B_0414, "architectures": ["GlmForCausalLM"]})
+    assert former.norms == "before" and former.num_parameters == spec.num_parameters
+    assert former.rope == spec.rope and not former.names.renamed
+    left_out = ("partial_rotary_factor", "head_dim", "attention_bias", "num_key_value_heads")
+    assert parse_spec({k: v for k, v in GLM_4_9B_0414.items() if k not in left_out}) == spec
+    del (without := dict(GLM_4_9B_0414))["rms_norm_eps"]
+    assert parse_spec(without).norm_eps == 1.5625e-7
+    assert not parse_spec({**GLM_4_9B_0414, "attention_bias": False}).qkv_bias
+
+
+def test_biases_and_rotation_of_ernie() -> None:
+    spec = parse_spec(ERNIE_4_5_0_3B)
+    assert not (spec.qkv_bias or spec.output_bias or spec.mlp_bias) and spec.tie_embeddings
+    assert (spec.rope.interleaved, spec.rope.theta, spec.head_dim) == (True, 5e5, 128)
+    assert 0.35 < spec.num_parameters / 1e9 < 0.37
+    left_out = ("rope_theta", "head_dim", "tie_word_embeddings", "num_key_value_heads")
+    assert parse_spec({k: v for k, v in ERNIE_4_5_0_3B.items() if k not in left_out}) == spec
+    assert parse_spec({**ERNIE_4_5_0_3B, "head_dim": None}).head_dim == 64
+    biased = parse_spec({**ERNIE_4_5_0_3B, "use_bias": True})
+    assert biased.qkv_bias and biased.output_bias and biased.mlp_bias
+
+
+def test_experts_of_ernie() -> None:
+    spec = parse_spec(ERNIE_4_5_21B_A3B)
+    rule = RoutingRule(num_experts=64, top_k=6, normalize=True, corrected=True)
+    shared = SharedExpert(name="shared_experts", intermediate_size=3072)
+    experts = ExpertsSpec(routing=rule, intermediate_size=1536, shared=shared)
+    assert spec.moe == MoeSpec(experts=experts, layers=frozenset(range(1, 28))) and rule.wide
+    assert 21 < spec.num_parameters / 1e9 < 22.5 and spec.rope.interleaved
+    assert spec.names.left_out == ("model.mtp_",) and spec.head_dim == 128
+    some = {"moe_layer_interval": 2, "moe_layer_start_index": 0, "moe_layer_end_index": 6}
+    found = parse_spec({**ERNIE_4_5_21B_A3B, **some, "moe_num_shared_experts": 0}).moe
+    assert found == MoeSpec(experts=replace(experts, shared=None), layers=frozenset({1, 3, 5}))
+    other = {"moe_num_experts": None, "num_experts": 32, "moe_k": None, "num_experts_per_tok": 2}
+    found = parse_spec({**ERNIE_4_5_21B_A3B, **other}).moe
+    assert found is not None
+    assert found.experts.routing == replace(rule, num_experts=32, top_k=2)
+    for wrong, message in (
+        ({"use_bias": True}, "use_bias True is not supported, only False"),
+        ({"moe_norm_min": 1e-6}, "moe_norm_min must be at most 1e-12"),
+        ({"moe_k": 65}, "num_experts_per_tok must be at most 64"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            parse_spec({**ERNIE_4_5_21B_A3B, **wrong})
+
+
+def test_experts_of_olmoe() -> None:
+    spec = parse_spec(OLMOE_1B_7B)
+    rule = RoutingRule(num_experts=64, top_k=8, normalize=False)
+    experts = ExpertsSpec(routing=rule, intermediate_size=1024)
+    assert spec.moe == MoeSpec(experts=experts, layers=frozenset(range(16)))
+    assert (spec.norms, spec.qk_norm, spec.norm_eps) == ("before", "token", 1e-5)
+    assert 6.8 < spec.num_parameters / 1e9 < 7 and 1 < spec.num_active_parameters / 1e9 < 1.3
+    left_out = ("num_experts", "num_experts_per_tok", "max_position_embeddings", "rms_norm_eps")
+    assert parse_spec({k: v for k, v in OLMOE_1B_7B.items() if k not in left_out}) == spec
+    with pytest.raises(ConfigError, match="clip_qkv is not supported"):
+        parse_spec({**OLMOE_1B_7B, "clip_qkv": 8.0})
+
+
+def test_multipliers_and_experts_of_granite() -> None:
+    spec = parse_spec(GRANITE_3_1_3B_A800M)
+    rule = RoutingRule(num_experts=40, top_k=8, normalize=True)
+    experts = ExpertsSpec(routing=rule, intermediate_size=512, router="router")
+    assert spec.moe == MoeSpec(experts=experts, layers=frozenset(range(32)))
+    scales = spec.attention_scale, spec.embedding_scale, spec.branch_scale, spec.logit_scale
+    assert scales == (0.015625, 12.0, 0.22, 1 / 6.0) and spec.tie_embeddings
+    assert 3.2 < spec.num_parameters / 1e9 < 3.5
+
+
+def test_norms_and_rotation_of_hunyuan() -> None:
+    spec = parse_spec(HUNYUAN_7B)
+    assert (spec.norms, spec.qk_norm, spec.norm_eps) == ("before", "rotated", 1e-5)
+    assert (spec.rope.scaling, spec.context, spec.tie_embeddings) == ("default", 32768, True)
+    assert spec.rope.theta == 10_000.0 * 1000.0 ** (128 / 126)
+    assert 7.4 < spec.num_parameters / 1e9 < 7.6
+    newer = {**HUNYUAN_7B["rope_scaling"], "rope_theta": 10000.0, "rope_type": "dynamic"}
+    changed = {**HUNYUAN_7B, "rope_scaling": None, "rope_theta": None, "rope_parameters": newer}
+    assert parse_spec(changed) == spec
+    stretched = parse_spec({**HUNYUAN_7B, "rope_scaling": {"type": "dynamic", "factor": 4.0}})
+    assert (stretched.rope.scaling, stretched.rope.factor) == ("dynamic", 4.0)
+    for wrong, message in (
+        ({"use_qk_norm": False}, "use_qk_norm False is not supported, only True"),
+        ({"use_cla": True}, "use_cla True is not supported"),
+        ({"use_mla": True}, "use_mla True is not supported"),
+        ({"mlp_bias": True}, "mlp_bias True is not supported"),
+        ({"norm_type": "layer"}, "norm_type 'layer' is not supported"),
+        ({"head_dim": None}, "head_dim is missing"),
+        ({"head_dim": 2}, "rope_scaling: alpha needs heads of 4"),
+        ({"rope_scaling": {"type": "dynamic", "alpha": -1.0}}, "rope_scaling: alpha must be pos"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            parse_spec({**HUNYUAN_7B, **wrong})
+
+
+def test_experts_of_hunyuan() -> None:
+    spec = parse_spec(HUNYUAN_A13B)
+    rule = RoutingRule(num_experts=64, top_k=8, normalize=True)
+    shared = SharedExpert(name="shared_mlp", intermediate_size=3072)
+    experts = ExpertsSpec(routing=rule, intermediate_size=3072, shared=shared)
+    assert spec.moe == MoeSpec(experts=experts, layers=frozenset(range(32)))
+    assert 79 < spec.num_parameters / 1e9 < 81 and 12 < spec.num_active_parameters / 1e9 < 14
+    once = {"moe_topk": 8, "num_shared_expert": 1, "moe_intermediate_size": 3072}
+    assert parse_spec({**HUNYUAN_A13B, **once}) == spec
+    other = {"moe_topk": None, "num_experts_per_tok": 8, "num_experts": None}
+    assert parse_spec({**HUNYUAN_A13B, **other, "num_local_experts": 64}) == spec
+    for wrong, message in (
+        ({"moe_topk": [8, 4] * 16}, r"moe_topk must be the same number in all layers, got \[4, 8"),
+        ({"num_shared_expert": 2}, "num_shared_expert 2 is not supported, only 1"),
+        ({"moe_intermediate_size": [1024] * 32}, "moe_intermediate_size 1024 is not .* only 3072"),
+        ({"moe_layer_num_skipped": 1}, "moe_layer_num_skipped 1 is not supported, only 0"),
+        ({"use_mixed_mlp_moe": False}, "use_mixed_mlp_moe False is not supported"),
+        ({"group_limited_greedy": True}, "group_limited_greedy True is not supported"),
+        ({"num_experts": 0}, "num_experts must be an integer >= 1, got 0"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            parse_spec({**HUNYUAN_A13B, **wrong})
+
+
 def test_sections_and_experts_of_llama_4() -> None:
     spec = parse_spec(LLAMA_4_SCOUT)
     still = frozenset(range(3, 48, 4))
@@ -665,6 +819,9 @@ def test_every_architecture_is_tested() -> None:
             LLAMA_4_SCOUT,
             {**LLAMA_4_SCOUT["text_config"], "architectures": ["Llama4ForCausalLM"]},
         ),
+        *(EXAONE_4_32B, GLM_4_9B_0414, {**GLM_4_9B_0414, "architectures": ["GlmForCausalLM"]}),
+        *(ERNIE_4_5_0_3B, ERNIE_4_5_21B_A3B, OLMOE_1B_7B, GRANITE_3_1_3B_A800M),
+        *(HUNYUAN_7B, HUNYUAN_A13B),
     )
     found = {parse_spec(config).architecture for config in configs}
     hybrid = {name for name in ARCHITECTURES if name.startswith(("Qwen3_5", "Qwen3Next"))}

@@ -112,6 +112,25 @@ def test_shapes_of_stacks_tell_their_order(
         assert (stored.shape, stored.transposed) == (of_expert, transposed)
 
 
+def test_matrices_of_one_row_are_vectors() -> None:
+    names = TensorNames(one_row=(".gate.correction",))
+    name = "model.layers.1.mlp.gate.correction"
+    assert list(names.weights(name, (1, 8))) == [(name, StoredAs(name, (8,), (0,)))]
+    for shape in ((8,), (2, 8)):  # the latter does not fit
+        assert list(names.weights(name, shape)) == [(name, StoredAs(name, shape))]
+
+
+def test_names_in_the_checkpoint_that_are_names_of_other_weights_here() -> None:
+    renamed = (".after.", ".middle."), (".last.", ".after."), (".end.", ".last.")
+    names = TensorNames(renamed=renamed)
+    for theirs, ours in renamed:
+        weight = f"model.layers.0{ours}weight"
+        assert names.in_checkpoint(weight, None) == f"model.layers.0{theirs}weight"
+        assert [name for name, _ in names.weights(f"model.layers.0{theirs}weight", (4,))] == [
+            weight
+        ]
+
+
 def test_merged_tensors_are_taken_apart(checkpoints: Path) -> None:
     model = load(checkpoints / "phi3")
     tensors = load_file(checkpoints / "phi3" / "model.safetensors")

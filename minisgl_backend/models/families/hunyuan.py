@@ -1,0 +1,103 @@
+"""Hunyuan, dense and with experts: Llama whose queries and keys are normalized by head after they
+were rotated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Final
+
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.experts_spec import ExpertsSpec, RoutingRule, SharedExpert
+from minisgl_backend.models.common_fields import common_fields
+from minisgl_backend.models.config_json import ConfigReader
+from minisgl_backend.models.families.fields import attention_biases, check_always
+from minisgl_backend.models.spec import (
+    MOST_HEADS,
+    MOST_POSITIONS,
+    MOST_WIDTH,
+    ModelSpec,
+    MoeSpec,
+)
+from minisgl_backend.models.tensor_names import TensorNames
+
+_ALWAYS: Final[Mapping[str, object]] = MappingProxyType(
+    {"use_qk_norm": True, "use_cla": False, "use_mla": False, "mlp_bias": False, "norm_type": "rms"}
+)
+_ALWAYS_OF_EXPERTS: Final[Mapping[str, object]] = MappingProxyType(
+    {"use_mixed_mlp_moe": True, "moe_layer_num_skipped": 0, "group_limited_greedy": False}
+)
+"""What is always so, though config.json has a key for it."""
+_NORMS: Final = ((".query_layernorm.", ".q_norm."), (".key_layernorm.", ".k_norm."))
+
+
+def read_hunyuan_dense(config: ConfigReader) -> ModelSpec:
+    """``HunYuanDenseV1ForCausalLM``: Hunyuan 0.5B to 7B, Hunyuan-MT."""
+    return ModelSpec(
+        architecture="HunYuanDenseV1ForCausalLM",
+        names=TensorNames(renamed=_NORMS),
+        **_hunyuan_fields(config),
+    )
+
+
+def read_hunyuan_moe(config: ConfigReader) -> ModelSpec:
+    """``HunYuanMoEV1ForCausalLM``, Hunyuan-A13B: experts in every layer, whose weights always sum
+    to 1, and one that all tokens take. Numbers may be listed by layer, but are the same in all."""
+    check_always(config, _ALWAYS_OF_EXPERTS)
+    fields = _hunyuan_fields(config)
+    inner = fields["intermediate_size"]
+    always = {"num_shared_expert": 1, "moe_intermediate_size": inner}
+    given = {key: _in_all_layers(config, key, default=only) for key, only in always.items()}
+    check_always(config.with_values(**given), always)
+    rule = RoutingRule(
+        num_experts=_in_all_layers(config, "num_experts", "num_local_experts"),
+        top_k=_in_all_layers(config, "moe_topk", "num_experts_per_tok"),
+        normalize=True,
+    )
+    shared = SharedExpert(name="shared_mlp", intermediate_size=inner)
+    experts = ExpertsSpec(routing=rule, intermediate_size=inner, shared=shared)
+    return ModelSpec(
+        architecture="HunYuanMoEV1ForCausalLM",
+        moe=MoeSpec(experts=experts, layers=frozenset(range(fields["num_layers"]))),
+        names=TensorNames(renamed=(*_NORMS, (".mlp.gate.wg.", ".mlp.gate."))),
+        **fields,
+    )
+
+
+def _hunyuan_fields(config: ConfigReader) -> dict[str, Any]:
+    check_always(config, _ALWAYS)
+    config = config.with_defaults(rms_norm_eps=1e-5)
+    return {
+        **common_fields(_with_base(config)),
+        "qk_norm": "rotated",
+        **attention_biases(config),
+    }
+
+
+def _in_all_layers(config: ConfigReader, *keys: str, default: int = 1) -> int:
+    """A number, or a list of the same number for each layer, under the first of ``keys`` that is
+    there."""
+    key = next((key for key in keys if key in config.values), keys[0])
+    found = sorted(set(config.integers(key))) or [default]
+    if len(found) > 1:
+        raise config.error(key, "the same number in all layers", found)
+    return ConfigReader({key: found[0]}, config.where).integer(key, maximum=MOST_WIDTH)
+
+
+def _with_base(config: ConfigReader) -> ConfigReader:
+    """The config with the base of rotation that ``alpha`` stretches, for sequences of any length.
+    The publisher calls this ``dynamic``."""
+    for key in ("rope_scaling", "rope_parameters"):
+        rope = ConfigReader(config.table(key), f"{config.where}: {key}")
+        kind = rope.word("rope_type", rope.word("type", "default"))
+        if kind != "dynamic" or "alpha" not in rope.values:
+            continue
+        head_dim = config.integer("head_dim", maximum=MOST_HEADS)
+        if head_dim < 4:
+            raise ConfigError(f"{rope.where}: alpha needs heads of 4 dimensions or more")
+        theta = rope.number("rope_theta", config.number("rope_theta", 10_000.0))
+        alpha = rope.number("alpha", maximum=MOST_POSITIONS)
+        theta *= alpha ** (head_dim / (head_dim - 2))
+        kinds = dict.fromkeys({"rope_type", "type"} & rope.values.keys(), "default")
+        config = config.with_values(**{key: {**rope.values, **kinds, "rope_theta": theta}})
+    return config

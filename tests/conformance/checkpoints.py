@@ -833,9 +833,22 @@ def write_broad_experts_checkpoint(folder: Path) -> Any:
         num_experts_per_tok=8,
     )
     draw(model, seed=98, spread=0.06)
+    return _saved(_surer(model), folder)
+
+
+def write_broad_olmoe_checkpoint(folder: Path) -> Any:
+    """The same of an OLMoE, whose queries and keys are normalized over all heads."""
+    sizes = {"hidden_size": 512, "intermediate_size": 256, "num_key_value_heads": 4}
+    model: Any = _olmoe(**sizes, num_attention_heads=8, num_experts=128, num_experts_per_tok=8)
+    draw(model, seed=98, spread=0.06)
+    return _saved(_surer(model), folder)
+
+
+def _surer(model: Any) -> Any:
+    """The model with routers that are sure: 16 bits then change only choices of little weight."""
     for layer in model.model.layers:
-        layer.mlp.gate.weight.data *= 4  # 16 bits then change only choices of little weight
-    return _saved(model, folder)
+        layer.mlp.gate.weight.data *= 4
+    return model
 
 
 def write_checkpoint_of_eight_heads(folder: Path) -> Any:

@@ -94,6 +94,34 @@ QWEN3_THINKING = f"""{_QWEN3_MESSAGES}
 {{%- if add_generation_prompt %}}
     {{{{- '<|im_start|>assistant\\n<think>\\n' }}}}
 {{%- endif %}}"""
+EXAONE_4 = """{%- if tools %}
+    {{- '[|system|]\\nTools, each in <tool></tool>:\\n' }}
+    {%- for tool in tools %}{{- '<tool>' }}{{- tool | tojson }}{{- '</tool>\\n' }}{%- endfor %}
+    {{- 'Reply with <tool_call>{"name": <name>, "arguments": <arguments>}</tool_call>' }}
+    {{- '[|endofturn|]\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {{- '[|' + message.role + '|]\\n' }}
+    {%- if message.role == 'tool' %}
+        {{- '<tool_result>' }}{{- {'result': message.content} | tojson }}{{- '</tool_result>' }}
+    {%- else %}
+        {%- set content = message.content if message.content is string else '' %}
+        {%- if message.role == 'assistant' %}
+            {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
+            {{- '<think>\\n\\n</think>\\n\\n' }}
+        {%- endif %}
+        {{- content }}
+        {%- for call in message.tool_calls or () %}
+            {{- '\\n<tool_call>{"name": "' + call.function.name + '", "arguments": ' }}
+            {{- call.function.arguments | tojson }}{{- '}</tool_call>' }}
+        {%- endfor %}
+    {%- endif %}
+    {{- '[|endofturn|]\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {%- set thinks = enable_thinking is defined and enable_thinking is true %}
+    {{- '[|assistant|]\\n' + ('<think>\\n' if thinks else '<think>\\n\\n</think>\\n\\n') }}
+{%- endif %}"""
 QWEN3_CODER = """{%- if tools %}
     {{- '<tools>' }}{%- for tool in tools %}{{- tool.function.name }}{%- endfor %}{{- '</tools>' }}
     {{- 'Reply with <tool_call>\\n<function=name>\\n<parameter=key>\\nvalue\\n</parameter>\\n' }}

@@ -83,6 +83,7 @@ from tests.conformance.checkpoints import (
     write_broad_experts_checkpoint,
     write_broad_gemma_checkpoint,
     write_broad_hybrid_checkpoint,
+    write_broad_olmoe_checkpoint,
     write_checkpoint,
 )
 from tests.conformance.quantized_checkpoints import write_quantized
@@ -136,7 +137,9 @@ def pages_of(model: Decoder) -> list[PagedKV]:
         for fused in (True, False)
     ]
     + [("broad", True), ("broad", False)]
-    + [(case, True) for case in ("gemma3", "granite-tied", "olmo2", "phi3-partial", "smollm3")],
+    + [(case, True) for case in ("gemma3", "granite-tied", "olmo2", "phi3-partial", "smollm3")]
+    + [(case, True) for case in ("ernie-biases", "ernie-moe", "exaone4", "glm4", "granite-moe")]
+    + [(case, True) for case in ("hunyuan-yarn", "hunyuan-moe", "olmoe")],
 )
 @pytest.mark.parametrize("length", [5, 40])
 def test_a_prompt_then_a_token(case: str, length: int, fused: bool, tmp_path: Path) -> None:
@@ -357,7 +360,7 @@ def use_twins(model: Decoder) -> None:
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("length", [5, 40])
-@pytest.mark.parametrize("case", ["llama-biases", "qwen3"])
+@pytest.mark.parametrize("case", ["llama-biases", "qwen3", "ernie-biases", "glm", "hunyuan-yarn"])
 def test_a_prompt_then_a_token_on_tensor_cores(
     case: str, length: int, size: int, tmp_path: Path
 ) -> None:
@@ -642,14 +645,16 @@ class TwinExperts:
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("length", [5, 40])
 @pytest.mark.parametrize("whole_experts", [False, True])
+@pytest.mark.parametrize("case", ["broad-experts", "broad-olmoe"])
 def test_experts_behind_tensor_cores(
+    case: str,
     length: int,
     size: int,
     whole_experts: bool,
     written: Callable[[str, int], tuple[Path, Prompt]],
 ) -> None:
     """Experts get half-done norms, for up to 20 tokens and on one rank."""
-    folder, prompt = written("broad-experts", length)
+    folder, prompt = written(case, length)
 
     def check(group: Group) -> None:
         model = load(folder, group, fused=True, whole_experts=whole_experts)
@@ -744,7 +749,7 @@ def test_experts_beside_a_block_behind_kernels(
 
 
 @pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("case", ["glm4-moe", "qwen3.5-experts"])
+@pytest.mark.parametrize("case", ["glm4-moe", "hunyuan-moe", "qwen3.5-experts"])
 @pytest.mark.parametrize(
     "form", [None, CONVERTED_FP8, replace(CONVERTED_FP8, block=(1, None))], ids=str
 )
@@ -759,7 +764,7 @@ def test_a_shared_expert_is_one_more_choice_of_few_tokens(
     experts = replace(spec.moe.experts, intermediate_size=128, shared=shared)
     spec = replace(spec, hidden_size=128, moe=replace(spec.moe, experts=experts))
     if form is not None:
-        rules = (Rule(re.compile(r".*experts?\..*_proj"), form),)
+        rules = (Rule(re.compile(r".*(experts?|shared_mlp)\..*_proj"), form),)
         spec = replace(spec, weights=WeightFormats("test", rules))
     rows = torch.randn(9, 128, generator=torch.Generator().manual_seed(5))
 
@@ -815,6 +820,8 @@ def write(case: str, folder: Path) -> Any:
         return write_broad_hybrid_checkpoint(folder, experts=case.endswith("experts"))
     if case == "broad-experts":
         return write_broad_experts_checkpoint(folder)
+    if case == "broad-olmoe":
+        return write_broad_olmoe_checkpoint(folder)
     if case != "broad":
         return write_checkpoint(case, folder)
     assert wide_linear.is_faster(40, 512, 512, parts=True)

@@ -41,6 +41,7 @@ def shown(source: str, **variables: Any) -> ChatFormat:
         ("QWEN2_5", "hermes", {"<tool_call>", "</tool_call>"}, None, False),
         ("QWEN3", "hermes", {"<tool_call>", "</tool_call>"}, THINK, False),
         ("QWEN3_THINKING", "hermes", {"<tool_call>", "</tool_call>"}, THINK, True),
+        ("EXAONE_4", "hermes", {"<tool_call>", "</tool_call>"}, None, False),
         (
             "QWEN3_CODER",
             "qwen_xml",
@@ -121,6 +122,8 @@ def test_families_of_models(
 def test_a_section_that_the_prompt_has_closed() -> None:
     assert shown(chat_templates.QWEN3, enable_thinking=True).thinking == THINK
     assert shown(chat_templates.GEMMA_4, enable_thinking=True).thinking is not None
+    begun = shown(chat_templates.EXAONE_4, enable_thinking=True)
+    assert begun.thinking == THINK and begun.begins_thinking
     closed = shown(chat_templates.QWEN3, enable_thinking=False)
     assert closed.thinking is None
     assert not closed.begins_thinking

@@ -146,8 +146,9 @@ def expert_gemv_cut(in_features: int, codes: CodesKind | None) -> GemvCut | None
 
 
 def are_few(num_tokens: int, num_choices: int, encoding: Encoding | None) -> bool:
-    """Whether ``cuda/expert_gemv.cu`` is the fastest for so many tokens and choices of all of them,
-    by weights in ``encoding``; None stands for plain ones."""
+    """Whether ``cuda/expert_gemv.cu`` is the fastest for ``num_tokens``, which have ``num_choices``
+    together, not counting an expert that all of them take. The weights are in ``encoding``; None
+    stands for plain ones."""
     return num_tokens <= _MOST_TOKENS if encoding is None else num_choices <= _MOST_CHOICES
 
 

@@ -1,7 +1,7 @@
 """Checks whether a model can be served with the options, from the files of its checkpoint.
 
-Knows config.json, the list of weights and the size of this machine. Must not import torch, as
-``precheck``.
+Knows config.json, the list of weights and the size of this machine. Like ``precheck``, it must not
+import torch.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from minisgl_backend.errors import ConfigError
 from minisgl_backend.host_memory import HostMemory
 from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.models.checkpoint import check_weights, weight_files
+from minisgl_backend.models.hub import resolve_tokenizer
 from minisgl_backend.models.spec import ModelSpec
 from minisgl_backend.sampling_defaults import sampling_defaults
 from minisgl_backend.weight_format import CONVERT_TO_FP8
@@ -34,7 +35,10 @@ def checked_spec(options: EngineOptions, folder: Path, device: str | None) -> Mo
     cannot be split over the ranks, if a GPU has no kernels for heads of these sizes, if a CPU's
     memory cannot hold what is asked for, or if requests cannot have what the checkpoint recommends.
     """
-    spec = load_spec(folder)
+    tokenizer = None
+    if options.tokenizer is not None:
+        tokenizer = resolve_tokenizer(options.tokenizer, options.model_source)
+    spec = load_spec(folder, tokenizer)
     sampling_defaults(options)
     if options.quantization is not None:
         if spec.weights is not None:

@@ -69,8 +69,9 @@ from minisgl_backend.models.quantization import modelopt_file, read_quantization
 from minisgl_backend.models.spec import ModelSpec
 
 
-def load_spec(folder: Path) -> ModelSpec:
-    """The spec of the checkpoint in ``folder``; ``ConfigError`` if it cannot be served."""
+def load_spec(folder: Path, tokenizer: Path | None = None) -> ModelSpec:
+    """The spec of the checkpoint in ``folder``; ``ConfigError`` if it cannot be served.
+    ``tokenizer`` is the folder of its tokenizer, if that is another one."""
     spec = parse_spec(read_json(folder / "config.json"), modelopt_file(folder))
     _check_pooling(folder)
     generation = folder / "generation_config.json"
@@ -79,7 +80,9 @@ def load_spec(folder: Path) -> ModelSpec:
         eos = spec.eos_token_ids | set(config.integers("eos_token_id"))
         spec = replace(spec, eos_token_ids=eos)
     # others are never sampled, and no mask has a bit for them
-    known = _within(spec.eos_token_ids, spec) or _within(_end_of_tokenizer(folder), spec)
+    known = _within(spec.eos_token_ids, spec)
+    if not known:
+        known = _within(_end_of_tokenizer(tokenizer or folder), spec)
     spec = replace(spec, eos_token_ids=known)
     if not spec.tie_embeddings and is_headless(folder):
         spec = replace(spec, tie_embeddings=True, generates=False)

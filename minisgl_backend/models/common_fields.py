@@ -113,14 +113,13 @@ def read_rope(
     if scaling in ("linear", "dynamic"):
         return RopeSpec(**common, factor=rope.number("factor", maximum=MOST_POSITIONS))
     # As in transformers, a key beside the table takes precedence over the same key inside it.
-    original = config.integer(
-        "original_max_position_embeddings",
-        rope.integer("original_max_position_embeddings", max_positions),
-    )
-    common["original_max_positions"] = original
+    key = "original_max_position_embeddings"
+    common["original_max_positions"] = config.integer(key, rope.integer(key, max_positions))
     if scaling == "llama3":
         return _llama3_rope(rope, common)
     if scaling == "yarn":
+        if "factor" not in rope.values and key not in {*config.values, *rope.values}:
+            raise ConfigError(f"{rope.where}: factor is missing")
         return _yarn_rope(rope, common)
     if scaling == "longrope":
         return _longrope(rope, common)

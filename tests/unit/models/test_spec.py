@@ -92,6 +92,10 @@ REFUSED: Final[dict[str, tuple[dict[str, Any], str]]] = {
         {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 4.0}}},
         "rope_parameters: a table for full_attention is not supported: this architecture has one",
     ),
+    "yarn without any sign of how far": (
+        {"rope_scaling": {"rope_type": "yarn"}},
+        "rope_scaling: factor is missing",
+    ),
     "rope table": ({"rope_scaling": "yarn"}, "rope_scaling must be an object"),
     "dtype": ({"torch_dtype": "int8"}, "dtype must be one of"),
     "missing": ({"vocab_size": None}, "vocab_size is missing"),
@@ -181,6 +185,11 @@ def test_a_model_that_names_no_eos_id_ends_as_its_tokenizer_says(tmp_path: Path,
     assert load_spec(tmp_path).eos_token_ids == {7}  # no token has the other id
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": null}')
     assert not load_spec(tmp_path).eos_token_ids
+    other = tmp_path / "another tokenizer"
+    other.mkdir()
+    (other / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
+    (other / "tokenizer.json").write_text(json.dumps({"added_tokens": added}))
+    assert load_spec(tmp_path, other).eos_token_ids == {7}
 
 
 def test_sampling_that_a_checkpoint_recommends(tmp_path: Path) -> None:

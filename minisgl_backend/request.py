@@ -126,12 +126,14 @@ class SamplingParams:
 class AdapterFacts(NamedTuple):
     """What an adapter's files say about it: ``rank`` is the largest rank among its projections;
     ``targets`` has a bit for each kind of projection that it adds to; ``files`` is a number that
-    changes when its files do; ``num_bytes`` is its size as it is copied to a device."""
+    changes when its files do; ``num_bytes`` is its size as it is copied to a device; ``base`` is
+    the model that it was trained for, in the words of its files, empty if they do not say."""
 
     rank: int
     targets: int
     files: int = 0
     num_bytes: int = 0
+    base: str = ""
 
 
 @dataclass(frozen=True, slots=True)

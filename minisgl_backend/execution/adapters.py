@@ -73,7 +73,7 @@ class AdapterStore:
     def _facts(self, file: AdapterFile) -> AdapterFacts:
         shape = self._slots.shape_of(file)
         num_bytes = self._slots.num_elements(shape) * self._slots.dtype.itemsize
-        return AdapterFacts(shape.rank, shape.targets, file.state, num_bytes)
+        return AdapterFacts(shape.rank, shape.targets, file.state, num_bytes, file.base)
 
     @contextmanager
     def _opened(self, folder: Path) -> Iterator[AdapterFile]:

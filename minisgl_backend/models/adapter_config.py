@@ -20,6 +20,8 @@ _LAYER: Final = re.compile(r".*?\.[^.]*\.(\d+)\.")
 """Where PEFT finds the number of a module's layer, unless the config names other patterns."""
 _ALL_LINEAR: Final = "all-linear"
 _MOST_RANK: Final = 4096
+_MOST_BASE: Final = 200
+"""The most characters of the base model's name that are kept."""
 _REPEAT: Final = 4
 """What a repeat costs: the binary logarithm of the number of places at which it may end, as a rule.
 An optional part costs 1, and so does a choice between two alternatives that may both match."""
@@ -35,12 +37,13 @@ _PLAIN: Final = re.compile(r"[a-zA-Z0-9_-]|\\[._-]")
 """Tokens that match one character."""
 
 _READ: Final = frozenset(
-    {"peft_type", "r", "lora_alpha", "use_rslora", "target_modules", "exclude_modules"}
+    {"base_model_name_or_path", "peft_type", "r", "lora_alpha", "use_rslora"}
+    | {"target_modules", "exclude_modules"}
     | {"rank_pattern", "alpha_pattern", "layers_to_transform", "layers_pattern", "bias"}
     | {"init_lora_weights"}
 )
 _NO_MATTER: Final = frozenset(
-    {"auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying"}
+    {"auto_mapping", "corda_config", "ensure_weight_tying"}
     | {"eva_config", "inference_mode", "loftq_config", "lora_dropout", "lora_ga_config"}
     | {"megatron_core", "peft_version", "qalora_group_size", "revision", "task_type"}
 )
@@ -82,6 +85,10 @@ class AdapterConfig:
                 f"{CONFIG}: init_lora_weights={_short(start)} changes the base model's weights; "
                 "convert the adapter to one for the unchanged model"
             )
+        base = fields.get("base_model_name_or_path")
+        self.base = base[:_MOST_BASE] if isinstance(base, str) else ""
+        """The model that the adapter was trained for, by its id or its path then; empty if the file
+        does not say. It may be here under any other name, so it cannot be compared."""
         self._rank = _number(fields, "r", 8)
         self._alpha = _number(fields, "lora_alpha", 8)
         self._rslora = _flag(fields, "use_rslora")

@@ -60,12 +60,13 @@ class Factors:
 class AdapterFile:
     """A checked adapter: the ``factors`` of each projection that it adds to, by the projection's
     name in the checkpoint, and the largest rank among them. ``state`` is a number that changes when
-    the files are written again."""
+    the files are written again, ``base`` that of ``AdapterConfig``."""
 
     path: Path
     factors: Mapping[str, Factors]
     rank: int
     state: int
+    base: str
 
     def tensors(self) -> Iterator[tuple[str, Tensor, Tensor]]:
         """For each projection, A [rank, in_features] and B [out_features, rank] as the file has
@@ -135,7 +136,7 @@ def open_adapter(
     if not factors:
         raise ConfigError(f"{path} adds to no projection of the model")
     rank = max(each.rank for each in factors.values())
-    return AdapterFile(path, MappingProxyType(factors), rank, state)
+    return AdapterFile(path, MappingProxyType(factors), rank, state, config.base)
 
 
 def _read(folder: Path) -> tuple[AdapterConfig, Mapping[str, TensorHeader]]:

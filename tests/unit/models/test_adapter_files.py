@@ -76,6 +76,14 @@ def test_factors_come_as_they_are_and_have_a_scaling(tmp_path: Path) -> None:
     assert len(file.factors) == 2 * SPEC.num_layers
 
 
+@pytest.mark.parametrize(
+    ("given", "base"), [("owner/name", "owner/name"), (None, ""), (5, ""), ("x" * 999, "x" * 200)]
+)
+def test_the_model_for_which_an_adapter_was_trained(given: Any, base: str, tmp_path: Path) -> None:
+    folder = written(tmp_path, base_model_name_or_path=given)
+    assert open_adapter(folder, projections(), SPEC.names, max_rank=4).base == base
+
+
 def test_ranks_and_alphas_by_pattern(tmp_path: Path) -> None:
     folder = written(
         tmp_path,

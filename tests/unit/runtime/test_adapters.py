@@ -28,6 +28,7 @@ class Memory:
         self.may_read.set()
         self.fails: Exception | None = None
         self.files = 1
+        self.base = ""
         self.num_asked = 0
 
     def check(self, folder: Path) -> AdapterFacts:
@@ -35,7 +36,7 @@ class Memory:
         assert self.may_read.wait(PATIENCE_S)
         if folder.name.startswith("bad"):
             raise ConfigError("layers.3.lora_A.weight does not fit")
-        return AdapterFacts(8, 3, self.files)
+        return AdapterFacts(8, 3, self.files, base=self.base)
 
     def read(self, adapter_id: int, folder: Path) -> AdapterFacts:
         facts = self.check(folder)
@@ -90,6 +91,19 @@ def test_names_are_found_and_others_refused_in_the_words_of_vllm_backend(
         adapters.load("a", "elsewhere")
     with pytest.raises(InvalidRequest, match="printable"):
         adapters.load("a\n", "folder")
+
+
+def test_the_log_says_for_which_model_an_adapter_was_trained(
+    adapters: Adapters, memory: Memory, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO"):
+        adapters.load("a", "folder")
+        memory.base = "owner/name"
+        adapters.load("b", "folder")
+    assert caplog.messages == [
+        "loaded adapter 'a' of rank 8 from folder",
+        "loaded adapter 'b' of rank 8 from folder, trained for owner/name",
+    ]
 
 
 def test_errors_cut_a_name_that_no_adapter_can_have(adapters: Adapters) -> None:

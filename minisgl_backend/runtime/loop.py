@@ -314,6 +314,7 @@ class Loop:
         request = self._open[request_id].request
         if self._adapters is not None and request.adapter is not None:
             self._adapters.let_go(request_id, request.adapter)
+        self.scheduler_stats = self._scheduler.stats()  # its caller may look as soon as it knows
         self._open.end(request_id, event)
 
     def _end_overdue(self) -> None:

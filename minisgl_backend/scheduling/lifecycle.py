@@ -285,7 +285,7 @@ class Lifecycle:
         self.released_rows.append(row)
         sequence.lease, sequence.row = None, -1
         if sequence.returns:
-            sequence.returns = False
+            sequence.returns, sequence.was_retracted = False, True
             sequence.tokens = known
             sequence.enter(Phase.WAITING)
             self.queue.push(sequence)

@@ -1,4 +1,7 @@
-"""What the planner reports to the loop: the results of a commit, and how full the planner is."""
+"""What the planner reports to the loop: the results of a commit, and how full the planner is.
+
+Must not know how either came about, or who reads it.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,8 @@ class SchedulerStats:
     evictable_pages: int
     num_retractions: int
     prefix_queries: int
-    """Number of tokens that were looked up in the prefix cache at admissions."""
+    """Number of tokens that were looked up in the prefix cache, by sequences that were admitted for
+    the first time."""
     prefix_hits: int
     """Number of those that were found."""
     running_adapters: tuple[int, ...] = ()

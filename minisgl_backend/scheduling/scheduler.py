@@ -327,8 +327,9 @@ class Scheduler:
         """Tell the executor about a sequence that has taken a row, and about its pages."""
         request, lease = sequence.request, sequence.held()
         self._life.copy_prompt(sequence, draft)
-        self._counters.prefix_queries += len(sequence.reusable)
-        self._counters.prefix_hits += lease.num_shared * self._cache.page_size
+        if not sequence.was_retracted:  # else it finds what it has computed itself
+            self._counters.prefix_queries += len(sequence.reusable)
+            self._counters.prefix_hits += lease.num_shared * self._cache.page_size
         draft.admit(
             Admission(
                 request_id=request.id,

@@ -54,11 +54,11 @@ class Sequence:
     """A request, and what the planner knows about it.
 
     ``tokens``, int32[num_tokens], are the known tokens, which are to be prefilled: the prompt, and
-    the output so far if the sequence was retracted. ``row`` and ``lease`` are set from PREFILLING
-    to RETIRING. ``returns`` says that RETIRING leads back to WAITING; ``failed``, that logits were
-    not finite, so the keys and values must not be shared. ``remapped_at`` is the number of
-    positions that were planned when the lease last swapped pages of its own for published ones of
-    others; only steps that compute later positions read the new pages. While there is a row,
+    the output so far if the sequence ``was_retracted``. ``row`` and ``lease`` are set from
+    PREFILLING to RETIRING. ``returns`` says that RETIRING leads back to WAITING; ``failed``, that
+    logits were not finite, so the keys and values must not be shared. ``remapped_at`` is the number
+    of positions that were planned when the lease last swapped pages of its own for published ones
+    of others; only steps that compute later positions read the new pages. While there is a row,
     ``adapter_slot`` is the slot of its adapter, and ``loads_adapter`` says that the plan that
     admits the row must load it. ``num_scored`` counts the prompt tokens whose log-probabilities
     are known by committed steps.
@@ -76,6 +76,7 @@ class Sequence:
     row: int = -1
     lease: Lease | None = None
     returns: bool = False
+    was_retracted: bool = False
     failed: bool = False
     remapped_at: int = -1
     adapter_slot: int = 0

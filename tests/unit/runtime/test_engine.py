@@ -70,6 +70,30 @@ def test_generated_tokens_are_those_of_answers(overlap: bool) -> None:
     assert it.engine.stats().num_generated_tokens == sum(len(sink.tokens) for sink in sinks)
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+def test_counts_are_those_after_the_request_when_its_caller_learns_of_its_end(
+    overlap: bool,
+) -> None:
+    seen = []
+
+    def sink(event: Event) -> None:
+        if isinstance(event, Finished):
+            seen.append(it.engine.stats().scheduler)
+
+    with Bench(overlap=overlap) as it:
+        for number in range(3):
+            it.engine.submit(it.request([number], max_tokens=3), sink)
+            wait_until(lambda: len(seen) > number)  # noqa: B023
+        aborted = it.request([7], max_tokens=100)
+        it.executor.gate.clear()
+        it.engine.submit(aborted, sink)
+        it.engine.abort(aborted.id)
+        it.executor.gate.set()
+        wait_until(lambda: len(seen) > 3)
+    assert [(stats.num_running, stats.num_waiting) for stats in seen[:3]] == [(0, 0)] * 3
+    assert seen[3].num_waiting == 0
+
+
 def test_common_tokens_go_to_the_buffer_of_a_sink_that_has_one(bench: Bench) -> None:
     request, woken = bench.request([1, 2], max_tokens=9), list[int]()
     buffer = TokenBuffer(lambda: woken.append(len(buffer.tokens)))

@@ -45,6 +45,20 @@ def test_the_youngest_is_retracted_and_comes_back_with_its_output() -> None:
     assert commit(scheduler, plan).ended == {1: Finished(FinishReason.LENGTH)}
 
 
+def test_what_a_retracted_request_finds_is_no_hit() -> None:
+    scheduler = make(num_pages=4, max_prefill_tokens=100)
+    scheduler.add(request(0, 7, max_tokens=6))
+    scheduler.add(request(1, 7, max_tokens=6))
+    found = []
+    while scheduler.has_work():
+        plan = planned(scheduler)
+        found += [admission.num_cached_tokens for admission in plan.admissions]
+        commit(scheduler, plan)
+    stats = scheduler.stats()
+    assert (stats.num_retractions, found) == (1, [0, 0, 4])
+    assert (stats.prefix_queries, stats.prefix_hits) == (14, 0)
+
+
 def test_a_lower_priority_is_retracted_before_a_younger_request() -> None:
     scheduler = make(num_pages=4, max_prefill_tokens=100)
     scheduler.add(request(0, 7, max_tokens=6, priority=-1))

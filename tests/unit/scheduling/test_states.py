@@ -36,21 +36,32 @@ def go_on(harness: Harness, number: int) -> int:
     return harness.scheduler.stats().prefix_hits - before
 
 
-def kept_positions(harness: Harness) -> list[int]:
-    """Run to the end; returns the positions before which states were kept."""
-    found: list[int] = []
+def plans_of(harness: Harness) -> list[StepPlan]:
+    """Run to the end; returns the plans."""
+    found: list[StepPlan] = []
     plan_step = harness.scheduler.plan
 
     def watched() -> StepPlan | None:
         plan = plan_step()
         if plan is not None:
-            at = np.isin(plan.decodes.rows, plan.snapshots.kept_rows)
-            found.extend(plan.decodes.positions[at].tolist())
+            found.append(plan)
         return plan
 
     harness.scheduler.plan = watched  # type: ignore[method-assign]
     harness.drain()
     return found
+
+
+def kept_positions(harness: Harness) -> list[int]:
+    """Run to the end; returns the positions before which states were kept."""
+    return [
+        position
+        for plan in plans_of(harness)
+        for row, position in zip(
+            plan.decodes.rows.tolist(), plan.decodes.positions.tolist(), strict=True
+        )
+        if row in plan.snapshots.kept_rows
+    ]
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -110,9 +121,9 @@ def test_a_retracted_request_goes_on_from_its_states() -> None:
         harness = Harness(replace(setup, num_snapshots=num_snapshots))
         for number, max_tokens in enumerate((30, 40, 20, 36)):
             harness.add(request(number, 5, max_tokens))
-        harness.drain()
+        admissions = [admission for plan in plans_of(harness) for admission in plan.admissions]
         assert harness.scheduler.stats().num_retractions == 2
-        hits.append(harness.scheduler.stats().prefix_hits)
+        hits.append(sum(admission.num_cached_tokens for admission in admissions))
         harness.verify()
     with_pages_alone, with_states = hits
     assert with_states >= with_pages_alone - 2 * WHOLE_EVERY > 0

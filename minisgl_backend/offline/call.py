@@ -91,6 +91,16 @@ class PreparedPrompt:
     arrival_time_ns: int
 
 
+@dataclass(slots=True)
+class _Told:
+    """What is known of a sample: to the caller, an output and the end; to the mailbox, the end in
+    the engine."""
+
+    has_begun: bool = False
+    is_over: bool = False
+    has_ended: bool = False
+
+
 class Mailbox:
     """The sinks of one prompt's samples, and their text so far."""
 
@@ -104,9 +114,7 @@ class Mailbox:
     ) -> None:
         self.index = index
         self.samples = prepared.samples
-        self._has_ended = [False] * len(prepared.samples)  # the engine's last event has been read
-        self._is_reported = [False] * len(prepared.samples)  # the caller has had the end
-        self._has_begun = [False] * len(prepared.samples)  # the caller has had an output
+        self._told = [_Told() for _ in prepared.samples]
         self._num_running = len(prepared.samples)  # on the engine's side
         self._answers = AnswerStream(vocabulary, prepared.start)
         self._ready = ready
@@ -156,8 +164,13 @@ class Mailbox:
     # --- the caller's thread -----------------------------------------------------------------
 
     def read(self) -> list[Output]:
-        """The outputs of the events so far. Raises the error of a failed request."""
-        answer = self._answers.push(self._take())
+        """The outputs of the events so far. Raises the error of a failed request, unless a stop
+        string has ended the sample before."""
+        packet, failures = self._take()
+        answer = self._answers.push(packet)
+        for sample, error in failures.items():
+            if not self._is_stopped(sample):
+                raise error
         if answer is None:
             return []
         outputs = [
@@ -165,16 +178,16 @@ class Mailbox:
             for sample, one in enumerate(answer.samples)
             if one.token_ids
             or one.text
-            or (one.finish is not None and not self._is_reported[sample])
+            or (one.finish is not None and not self._told[sample].is_over)
         ]
         for output in outputs:
-            self._is_reported[output.sample] = output.finish_reason is not None
+            self._told[output.sample].is_over = output.finish_reason is not None
         return outputs
 
     def _output(self, sample: int, answer: Answer) -> Output:
-        one, wanted = answer.samples[sample], self._answers.start.wanted
-        prompt_logprobs = [] if self._has_begun[sample] else self._prompt_logprobs
-        self._has_begun[sample] = True
+        one, wanted, told = answer.samples[sample], self._answers.start.wanted, self._told[sample]
+        prompt_logprobs = [] if told.has_begun else self._prompt_logprobs
+        told.has_begun = True
         return Output(
             index=self.index,
             sample=sample,
@@ -204,22 +217,30 @@ class Mailbox:
         return [
             request.id
             for sample, request in enumerate(self.samples)
-            if self._answers.stopped >> sample & 1 and not self._has_ended[sample]
+            if self._is_stopped(sample) and not self._told[sample].has_ended
         ]
 
-    def _take(self) -> Packet:
+    def _is_stopped(self, sample: int) -> bool:
+        """Whether a stop string has ended the sample."""
+        return bool(self._answers.stopped >> sample & 1)
+
+    def _take(self) -> tuple[Packet, dict[int, MiniSGLError]]:
+        """The events so far as a packet, and the errors of samples that have failed."""
         self._is_announced = False  # before taking events, else the last one might go unnoticed
         num_samples = len(self.samples)
         token_ids: list[list[TokenId]] = [[] for _ in range(num_samples)]
         logprobs: list[list[TokenLogprobs]] = [[] for _ in range(num_samples)]
         ends: list[Finished | None] = [None] * num_samples
+        failures: dict[int, MiniSGLError] = {}
         embedding: FloatArray | None = None
         while self._events:
             sample, event = self._events.popleft()
+            if isinstance(event, TerminalEvent):
+                self._told[sample].has_ended = True
             if isinstance(event, Failed):
-                raise event.error
-            if isinstance(event, Finished):
-                ends[sample], self._has_ended[sample] = event, True
+                failures[sample] = event.error
+            elif isinstance(event, Finished):
+                ends[sample] = event
             elif isinstance(event, PromptLogprobs):
                 self._prompt_logprobs += event.tokens()
             elif isinstance(event, Embedded):
@@ -228,7 +249,7 @@ class Mailbox:
                 token_ids[sample].append(event.token_id)
                 if event.logprobs is not None:
                     logprobs[sample].append(event.logprobs)
-        return Packet(
+        packet = Packet(
             reply_to="",  # this and the key are addresses on the wire
             key=0,
             index=0,
@@ -237,10 +258,11 @@ class Mailbox:
                 for sample in range(num_samples)
             ],
             num_cached_tokens=self._num_cached_tokens,
-            is_last=all(self._has_ended),
+            is_last=all(told.has_ended for told in self._told),
             times=self._times(),
             embedding=embedding,
         )
+        return packet, failures
 
     def _times(self) -> Times | None:
         if not self._answers.start.wanted.perf_metrics:

@@ -3,14 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
+import numpy as np
 import pytest
 
 from minisgl_backend import LLM, Output
-from minisgl_backend.errors import Cancelled, InvalidRequest, Unsupported
+from minisgl_backend.config import DEMO_MODEL
+from minisgl_backend.errors import Cancelled, EngineFailure, InvalidRequest, Unsupported
+from minisgl_backend.offline.call import Mailbox, PreparedPrompt
+from minisgl_backend.offline.submitter import QueuedPrompt, Submitter
+from minisgl_backend.request import (
+    Failed,
+    Finished,
+    FinishReason,
+    Generated,
+    Request,
+    RequestId,
+    samples_of,
+)
 from minisgl_backend.scheduling import scheduler
 from minisgl_backend.scheduling.admission import AdmissionControl
+from minisgl_backend.text.tokenizer_files import load_vocabulary
+from minisgl_backend.wire.packets import StreamStart
 from tests.fakes.clock import LoopClock, passing_within_the_answer
 
 STORY = "Tell me a story about a fox, please, and make it a rather long one."
@@ -38,6 +55,16 @@ SETUPS: dict[str, dict[str, Any]] = {
 def one(request: pytest.FixtureRequest) -> Iterator[LLM]:
     with LLM(**EXACT, **SETUPS[request.param]) as made:
         yield made
+
+
+class Unasked(Submitter):
+    """That of mailboxes whose requests were never submitted."""
+
+    def __init__(self) -> None:
+        pass
+
+    def ended(self, prompt: QueuedPrompt, num_tokens: int, *, is_last: bool) -> None:
+        pass
 
 
 def told(outputs: Sequence[Output]) -> list[tuple[Any, ...]]:
@@ -125,6 +152,34 @@ def test_a_stop_string_ends_one_sample(llm: LLM) -> None:
     assert [output.stop_reason for output in outputs] == [None, None, stop, None]
     assert outputs[2].text == free[2].text[:10]
     assert [outputs[i].token_ids for i in (0, 1, 3)] == [free[i].token_ids for i in (0, 1, 3)]
+
+
+def test_a_sample_that_a_stop_string_has_ended_may_fail_afterwards() -> None:
+    """Its tokens, and its error, may also come together."""
+    vocabulary = load_vocabulary(Path(DEMO_MODEL))
+    ids = range(len(vocabulary))
+    x, y = (
+        next(i for i in ids if vocabulary.token_bytes(i) == spelled) for spelled in (b"x", b"y")
+    )
+    start = StreamStart(num_input_tokens=1, stop_strings=("xy",), num_samples=2, n=2)
+    request = Request(id=RequestId(1), prompt=np.zeros(1, np.int32))
+    prepared = PreparedPrompt(samples_of(request, [RequestId(1), RequestId(2)]), start, 0)
+    failed = Failed(EngineFailure("the model's logits were not finite"))
+    for reads in (0, 1):
+        box = Mailbox(0, prepared, vocabulary, SimpleQueue(), Unasked())
+        for token_id in (x, y):
+            box.put(1, Generated(token_id))
+        outputs = box.read() if reads else []
+        box.put(1, failed)
+        box.put(0, Generated(x, is_last=True))
+        box.put(0, Finished(FinishReason.LENGTH))
+        outputs += box.read()
+        assert [(o.text, o.finish_reason) for o in outputs] == [("x", "length"), ("", "stop")]
+    box = Mailbox(0, prepared, vocabulary, SimpleQueue(), Unasked())
+    box.put(1, Generated(x))
+    box.put(1, failed)
+    with pytest.raises(EngineFailure, match="not finite"):
+        box.read()
 
 
 def test_every_sample_has_the_prompts_log_probabilities(llm: LLM) -> None:

@@ -96,6 +96,10 @@ _OF_TRITON: Final[tuple[tuple[str, type[MinisglError]], ...]] = (
     ("Server is stopping", Unavailable),  # tritonserver itself got SIGTERM
 )
 """Messages of Triton itself, which have no code."""
+_OF_OTHER_INPUTS: Final = re.compile(
+    r"unexpected (?:shape for|inference) input .* for model '(?P<model>[^']*)'"
+)
+"""What Triton says if the model has no such inputs, or has a batch dimension."""
 
 
 def short(value: object) -> str:
@@ -115,5 +119,10 @@ def error_from(text: str) -> MinisglError:
         if kind is Unavailable and sentence.startswith(_DEADLINE):
             kind = Timeout
         return kind(sentence)
+    if found := _OF_OTHER_INPUTS.search(text):
+        return InvalidArgument(
+            f"the model {found['model']!r} takes other inputs: over gRPC this client speaks to "
+            "ensembles without a batch dimension, such as minisgl"
+        )
     kind = next((kind for words, kind in _OF_TRITON if words in text), ServerError)
     return kind(text)

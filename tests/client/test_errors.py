@@ -102,6 +102,15 @@ def test_another_model(server: TritonServer, way: Way) -> None:
             way.generate(server, {"model": model}, prompt="x")
 
 
+def test_a_model_that_the_client_does_not_speak_to(server: TritonServer) -> None:
+    for model in ("minisgl_batched", "llm_engine"):
+        with (
+            Client(url_of(server, "grpc"), model=model) as client,
+            pytest.raises(InvalidArgument, match=f"{model}.* ensembles without a batch dimension"),
+        ):
+            client.generate("x")
+
+
 @all_ways
 def test_no_server_at_the_address(way: Way) -> None:
     url = "http://127.0.0.1:1" if way.protocol == "http" else "127.0.0.1:1"

@@ -402,6 +402,14 @@ def test_an_answer_that_is_cut_is_incomplete() -> None:
     assert "completed_at" not in response
 
 
+@pytest.mark.parametrize("given", [{}, {"temperature": 0.5}, {"temperature": 1, "top_p": 0.9}])
+def test_an_answer_repeats_what_was_asked_of_sampling_and_no_default(given: dict[str, Any]) -> None:
+    events, _ = streamed(pieces(["Lo"]), **given)
+    wanted = {"temperature": None, "top_p": None, **given}
+    for event in (events[0], events[-1]):
+        assert {name: event["response"][name] for name in wanted} == wanted
+
+
 def test_an_answer_that_breaks_off_has_failed() -> None:
     kept: list[Response] = []
     renderer = ResponseRenderer(read(stream=True), kept.append)

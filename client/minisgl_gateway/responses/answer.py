@@ -86,7 +86,8 @@ class ResponseError(BaseModel):
 
 
 class Response(BaseModel):
-    """An answer; it repeats the parameters of its request."""
+    """An answer; it repeats the parameters of its request. Null stands for a temperature or a top_p
+    that the request left out: only the server knows which it has by default."""
 
     model_config = ConfigDict(ser_json_inf_nan="null")
 
@@ -108,12 +109,12 @@ class Response(BaseModel):
     reasoning: dict[str, Any]
     service_tier: Literal["default"] = "default"
     store: bool
-    temperature: float
+    temperature: float | None
     text: dict[str, Any]
     tool_choice: Mode | FunctionChoice | AllowedTools
     tools: list[dict[str, Any]]
     top_logprobs: int
-    top_p: float
+    top_p: float | None
     truncation: Literal["disabled"] = "disabled"
     usage: ResponseUsage | None = None
     user: str | None = unless_null()

@@ -265,12 +265,11 @@ def _begun(request: ResponsesRequest) -> schema.Response:
         previous_response_id=request.previous_response_id,
         reasoning={"effort": reasoning.effort if reasoning else None, "summary": None},
         store=request.store,
-        temperature=request.temperature,
+        **{"temperature": None, "top_p": None, **request.given("temperature", "top_p")},
         text={"format": form.model_dump(by_alias=True) if form else {"type": "text"}},
         tool_choice=request.tool_choice,
         tools=[_told_of(tool) for tool in request.tools or ()],
         top_logprobs=request.top_logprobs or 0,
-        top_p=request.top_p,
         user=request.user,
     )
 

@@ -116,7 +116,8 @@ class Router:
             (False, 0.0, 0, 1 << number) for number in range(index.num_replicas)
         ]
         self._by_load = list(self._ranks)  # sorted
-        self._up: Replicas = (1 << index.num_replicas) - 1
+        self.up: Replicas = (1 << index.num_replicas) - 1
+        """The replicas that requests are sent to."""
         self._usual = 0.0  # pages of the longest prefix that a request finds, on average
 
     @property
@@ -139,7 +140,7 @@ class Router:
 
         None if no replica is up.
         """
-        if not self._up:
+        if not self.up:
             return None
         # the last token is always computed, for its logits
         keys = self.keys.of(prompt[:-1], salt)
@@ -163,15 +164,15 @@ class Router:
     def choose(self, keys: Keys, favoured: Replicas = 0) -> tuple[int, int]:
         """The replica that the rule picks from those that are up, at least one, and how many pages
         of the prefix it has. ``favoured`` are the replicas that have the adapter."""
-        longest, holders = self.index.longest(keys, self._up)
+        longest, holders = self.index.longest(keys, self.up)
         self._usual += _FOLLOWS * (longest - self._usual)
-        left, num_held, having = self._up, longest, holders
+        left, num_held, having = self.up, longest, holders
         while True:  # from the longest prefix that any replica left has to shorter ones
             limits, replica = self._limits(self._pull(num_held), num_held), None
             if favoured:
-                replica = self._least_loaded(having & favoured, self._limits(pull=1.0))
+                replica = self.least_loaded(having & favoured, self._limits(pull=1.0))
             if replica is None:
-                replica = self._least_loaded(having, limits)
+                replica = self.least_loaded(having, limits)
             if replica is not None:
                 return replica, num_held
             if not num_held:
@@ -179,9 +180,24 @@ class Router:
             # of the others, those in balance now: a shorter prefix has tighter limits
             left &= ~having
             num_held, having = self._next_longest(keys[:num_held], left, limits, favoured)
-        replica = self._least_loaded(holders)  # none is in balance
+        replica = self.least_loaded(holders)  # none is in balance
         assert replica is not None
         return replica, longest
+
+    def least_loaded(self, replicas: Replicas, limits: _Limits | None = None) -> int | None:
+        """The least loaded of ``replicas`` whose load is within the limits, if there is one; of
+        equally loaded ones, the one that was sent the fewest requests."""
+        loads = self._loads
+        if not replicas & (replicas - 1):  # at most one, as for most prefixes
+            replica = replicas.bit_length() - 1
+            within = replicas and (limits is None or _fits(loads[replica], limits))
+            return replica if within else None
+        for _, _, _, bit in self._by_load:
+            if replicas & bit:
+                replica = bit.bit_length() - 1
+                if limits is None or _fits(loads[replica], limits):
+                    return replica
+        return None
 
     def _next_longest(
         self, keys: Keys, left: Replicas, limits: _Limits, favoured: Replicas
@@ -202,7 +218,7 @@ class Router:
     def _limits(self, pull: float, num_held: int = 0) -> _Limits:
         """The largest load that counts as balanced, for a prefix of ``num_held`` pages with this
         pull."""
-        num_up = self._up.bit_count()
+        num_up = self.up.bit_count()
         ratio, slack = 1 + pull * (self._balance.ratio - 1), pull * self._balance.slack
         (rows, tokens, pages), most = self._total, self._capacity
         return (
@@ -241,15 +257,15 @@ class Router:
 
     def leave(self, replica: int) -> None:
         """Send no more requests to a replica: it drains, or is gone. Idempotent."""
-        self._set_up(self._up & ~(1 << replica))
+        self._set_up(self.up & ~(1 << replica))
         self.adapters.forget(replica)
 
     def join(self, replica: int) -> None:
         """Send requests to a replica, which was started or is to continue. Idempotent."""
-        self._set_up(self._up | 1 << replica)
+        self._set_up(self.up | 1 << replica)
 
     def _set_up(self, replicas: Replicas) -> None:
-        self._up = replicas
+        self.up = replicas
         loads = [load for number, load in enumerate(self._loads) if replicas >> number & 1]
         rows, tokens, pages = map(sum, zip(*loads, strict=True)) if loads else (0, 0, 0)
         self._total = rows, tokens, pages
@@ -265,7 +281,7 @@ class Router:
         is_full = rows >= most[0]
         rank = self._ranks[replica] = is_full, busiest, self.num_routed[replica], 1 << replica
         insort(self._by_load, rank)
-        if self._up >> replica & 1:
+        if self.up >> replica & 1:
             self._total = _sum(self._total, change)
 
     def _in_balance(self, replicas: Replicas, limits: _Limits) -> Replicas:
@@ -277,21 +293,6 @@ class Router:
                 within |= bit
             replicas ^= bit
         return within
-
-    def _least_loaded(self, replicas: Replicas, limits: _Limits | None = None) -> int | None:
-        """The least loaded of ``replicas`` whose load is within the limits, if there is one; of
-        equally loaded ones, the one that was sent the fewest requests."""
-        loads = self._loads
-        if not replicas & (replicas - 1):  # at most one, as for most prefixes
-            replica = replicas.bit_length() - 1
-            within = replicas and (limits is None or _fits(loads[replica], limits))
-            return replica if within else None
-        for _, _, _, bit in self._by_load:
-            if replicas & bit:
-                replica = bit.bit_length() - 1
-                if limits is None or _fits(loads[replica], limits):
-                    return replica
-        return None
 
 
 def _fits(load: _Load, limits: _Limits) -> bool:

@@ -324,9 +324,9 @@ TAGS: Final = [
     ),
 ]
 AROUND: Final = {
-    **dict.fromkeys(("qwen", "glm"), "<tool_call>.*</tool_call>"),
-    "minimax": "(<minimax:tool_call>)?.*</invoke>(</minimax:tool_call>)?",
-    "seed": "<seed:tool_call>.*</seed:tool_call>",
+    **dict.fromkeys(("qwen", "glm"), "<tool_call>((?!</tool_call>).)*</tool_call>"),
+    "minimax": "(<minimax:tool_call>)?<invoke((?!</invoke>).)*</invoke>(</minimax:tool_call>)?",
+    "seed": "<seed:tool_call>((?!</seed:tool_call>).)*</seed:tool_call>",
 }
 """A call, without blanks, as a regular expression."""
 PARTS = st.one_of(
@@ -334,6 +334,15 @@ PARTS = st.one_of(
     st.sampled_from(TAGS),
     st.text(alphabet="a<>/ =_\n5", max_size=6),
 )
+
+
+@pytest.mark.parametrize("name", SYNTAXES)
+def test_the_pattern_of_a_call_spans_no_text_between_two(name: str) -> None:
+    for call in (CALLS[name], SHORT[name], EMPTY[name]):
+        call = "".join(call.split())
+        assert re.fullmatch(AROUND[name], call)
+        assert not re.fullmatch(AROUND[name], f"{call}lost{call}")
+        assert not re.fullmatch(AROUND[name], call + call)
 
 
 @pytest.mark.parametrize("name", SYNTAXES)

@@ -150,7 +150,7 @@ class LeastLoaded(Router):
     """Takes the replica with the least load, whatever it has cached."""
 
     def choose(self, keys: Keys, favoured: Replicas = 0) -> tuple[int, int]:
-        replica = self._least_loaded(self._up)
+        replica = self.least_loaded(self.up)
         assert replica is not None
         return replica, self.index.longest(keys, 1 << replica)[0]
 

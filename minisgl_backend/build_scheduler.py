@@ -50,18 +50,11 @@ def build_scheduler(
     else:
         cache = SnapshotCache(info.num_pages, info.page_size, info.num_snapshots, watch=watch)
     on_cpu = info.device == "cpu"
-    max_overtaken = options.max_overtaken
-    if max_overtaken is None:
-        on_gpu = _OVERTAKEN_ON_GPU if info.reads_groups else 0
-        by_prefix = _OVERTAKEN_ON_CPU if on_cpu else on_gpu
-        max_overtaken = _OVERTAKEN_BY_LPM if options.schedule_policy == "lpm" else by_prefix
-        if options.cache == "naive":
-            max_overtaken = 0  # overtaking gains nothing
     config = SchedulerConfig(
         max_running_requests=options.max_running_requests,
         max_prefill_tokens=options.max_prefill_tokens,
         policy=options.schedule_policy,
-        max_overtaken=max_overtaken,
+        max_overtaken=_max_overtaken(options, info),
         names_groups=info.reads_groups,
         group_cost_tokens=_GROUP_COST_ON_CPU if on_cpu else _GROUP_COST_ON_GPU,
         has_states=info.num_snapshots is not None,
@@ -69,3 +62,16 @@ def build_scheduler(
         num_adapter_slots=options.max_loras if options.enable_lora else 0,
     )
     return parts.scheduler(cache, config)
+
+
+def _max_overtaken(options: EngineOptions, info: EngineInfo) -> int:
+    """The option, or what suits the cache, the policy and the device."""
+    if options.max_overtaken is not None:
+        return options.max_overtaken
+    if options.cache == "naive":
+        return 0  # overtaking gains nothing
+    if options.schedule_policy == "lpm":
+        return _OVERTAKEN_BY_LPM
+    if info.device == "cpu":
+        return _OVERTAKEN_ON_CPU
+    return _OVERTAKEN_ON_GPU if info.reads_groups else 0

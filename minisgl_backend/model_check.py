@@ -20,7 +20,7 @@ from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.models.checkpoint import check_weights, weight_files
 from minisgl_backend.models.hub import resolve_tokenizer
 from minisgl_backend.models.spec import ModelSpec
-from minisgl_backend.sampling_defaults import sampling_defaults
+from minisgl_backend.request_defaults import request_defaults
 from minisgl_backend.weight_format import CONVERT_TO_FP8
 
 _ITEM_BYTES: Final[Mapping[str, int]] = MappingProxyType(
@@ -39,7 +39,7 @@ def checked_spec(options: EngineOptions, folder: Path, device: str | None) -> Mo
     if options.tokenizer is not None:
         tokenizer = resolve_tokenizer(options.tokenizer, options.model_source)
     spec = load_spec(folder, tokenizer)
-    sampling_defaults(options)
+    request_defaults(options)
     if options.quantization is not None:
         if spec.weights is not None:
             raise ConfigError(

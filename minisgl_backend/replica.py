@@ -44,7 +44,15 @@ from minisgl_backend.replicas.messages import (
     encode_stats,
     send,
 )
-from minisgl_backend.request import Event, Failed, Finished, RequestId, samples_of
+from minisgl_backend.request import (
+    Event,
+    Failed,
+    Finished,
+    FinishReason,
+    RequestId,
+    TerminalEvent,
+    samples_of,
+)
 from minisgl_backend.routing.cache_index import TreeReports
 from minisgl_backend.runtime.engine import Engine
 from minisgl_backend.runtime_files import State
@@ -111,13 +119,10 @@ def _take(
         return
     if "abort" in message:
         end = decode_event(message["abort"])
-        request_id = RequestId(message["abort"][1])
-        if isinstance(end, Failed):
-            assert isinstance(end.error, EngineFailure)
-            engine.abort(request_id, end.error)
-        else:
-            assert isinstance(end, Finished)
-            engine.abort(request_id, end.reason)
+        assert isinstance(end, TerminalEvent)
+        why = end.reason if isinstance(end, Finished) else end.error
+        assert isinstance(why, FinishReason | EngineFailure)
+        engine.abort(RequestId(message["abort"][1]), why)
         return
     request, ids = decode_request(message)
     try:

@@ -1,7 +1,7 @@
 """A request: its values by name, and its encoding in each protocol.
 
 ``build`` refuses what the wire cannot represent (a bool for a number, a number of too many bits,
-text that is not UTF-8) and leaves all other checks to the server.
+text that is not UTF-8) and leaves all other checks to the server. Must not know connections.
 """
 
 from __future__ import annotations

@@ -11,40 +11,29 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import fields, replace
 from pathlib import Path
 from typing import Final
 
 import click
 
-from minisgl_backend.adapter_options import (
-    adapter_paths,
-    check_adapter_folders,
-    check_task_names,
-    with_adapters_beside,
-)
 from minisgl_backend.cli.options import EngineCommand, engine_options, tritonserver_option
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import ConfigError, EngineFailure
-from minisgl_backend.model_check import checked_spec
 from minisgl_backend.models.catalog import load_spec
-from minisgl_backend.models.hub import resolve_model, resolve_tokenizer
 from minisgl_backend.models.spec import ModelSpec
 from minisgl_backend.parallel.nodes import check_nodes, read_secret, with_environment
-from minisgl_backend.precheck import check_meeting_point, check_options, device_type
-from minisgl_backend.runtime_files import OPTIONS_MODEL
 from minisgl_backend.server.health import HealthServer
 from minisgl_backend.server.installation import Installation, find_installation
 from minisgl_backend.server.launch import ServerOptions, numeric, raise_descriptor_limit
 from minisgl_backend.server.log import Console, ConsoleHandler
 from minisgl_backend.server.node import FollowingNode
+from minisgl_backend.server.options import checked, located, options_as_text, with_modules
 from minisgl_backend.server.process import TritonServer
 from minisgl_backend.server.repository import shipped_repository
 from minisgl_backend.server.stop_event import StopEvent
 from minisgl_backend.server.supervisor import Supervisor
-from minisgl_backend.text.tokenizer_files import check_tokenizer
 
 _QUESTION: Final = "What is the capital of France?"
 _LAST_ANSWERS_S: Final = 5
@@ -198,61 +187,6 @@ def _follow(options: EngineOptions, health: HealthServer, console: Console) -> N
         node.run(stopping, options.drain_timeout_s + _LAST_ANSWERS_S)
     finally:
         health.close()
-
-
-def with_modules(options: EngineOptions, modules: Sequence[str]) -> EngineOptions:
-    """The options with more adapters, each as NAME=PATH. Raises ``ConfigError``."""
-    for module in modules:
-        name, _, path = module.partition("=")
-        if not (name.strip() and path.strip()) or "," in module:
-            raise ConfigError(f"--lora-module must be NAME=PATH without commas, got {module!r}")
-    before = [] if options.lora_modules is None else [options.lora_modules]
-    return replace(options, lora_modules=",".join([*before, *modules]) or None)
-
-
-def checked(options: EngineOptions) -> EngineOptions:
-    """The options, ``located``. Raises ``ConfigError`` if the engine could not start with them."""
-    device = device_type(options)
-    check_options(options, device)
-    if (options.nnodes or 1) > 1:
-        read_secret(options, os.environ)
-    check_meeting_point(options)
-    options = with_adapters_beside(located(options), shipped_repository() / OPTIONS_MODEL / "1")
-    check_adapter_folders(options)
-    check_task_names(options)
-    checked_spec(options, Path(options.model), device)
-    check_tokenizer(Path(options.tokenizer or options.model))
-    return options
-
-
-def located(options: EngineOptions) -> EngineOptions:
-    """The options with absolute paths; models given by id are downloaded.
-
-    The server runs in another folder, and a download here shows its progress to the operator.
-    """
-    source = options.model_source
-    model = str(resolve_model(options.model, source).resolve())
-    tokenizer = options.tokenizer and str(resolve_tokenizer(options.tokenizer, source).resolve())
-    modules = adapter_paths(replace(options, multi_lora=None))
-    return replace(
-        options,
-        model=model,
-        tokenizer=tokenizer,
-        lora_modules=",".join(f"{n}={Path(path).resolve()}" for n, path in modules.items()) or None,
-        multi_lora=options.multi_lora and str(Path(options.multi_lora).resolve()),
-        node_secret_file=options.node_secret_file and str(Path(options.node_secret_file).resolve()),
-    )
-
-
-def options_as_text(options: EngineOptions) -> dict[str, str]:
-    """The options that differ from the defaults, as the parameters of a config.pbtxt."""
-    given = {spec.name: getattr(options, spec.name) for spec in fields(options)}
-    defaults = {spec.name: spec.default for spec in fields(options)}
-    return {
-        name: str(value).lower() if isinstance(value, bool) else str(value)
-        for name, value in given.items()
-        if value != defaults[name]
-    }
 
 
 def _stop_on_signals(kill: Callable[[], None], console: Console) -> StopEvent:

@@ -28,9 +28,9 @@ from minisgl_backend.offline.prompts import Params, Prompt, naming, read_prompts
 from minisgl_backend.offline.submitter import Submitter
 from minisgl_backend.progress import shown, unseen
 from minisgl_backend.request import FloatArray, IntArray, Request, SamplingParams, samples_of
+from minisgl_backend.request_defaults import request_defaults
 from minisgl_backend.runtime.engine_base import EngineInfo
 from minisgl_backend.runtime.recorder import EngineStats
-from minisgl_backend.sampling_defaults import sampling_defaults
 from minisgl_backend.text.tokenizer import PromptEncoder
 from minisgl_backend.wire.generation import Generation
 from minisgl_backend.wire.packets import StreamStart
@@ -48,7 +48,7 @@ class LLM:
     ) -> None:
         self._options = EngineOptions.from_mapping({"model": str(model), **options})
         self._limits = Limits()
-        self._defaults = sampling_defaults(self._options)
+        self._defaults = request_defaults(self._options)
         self._encoder = _load_encoder(self._options, self._limits)
         self._seeds = random.Random(self._options.seed)
         self._engine = build_engine(self._options)
@@ -175,8 +175,6 @@ class LLM:
             params,
             stream=stream,
             arrival_time_ns=arrival_time_ns,
-            parse_special_tokens=self._options.parse_special_tokens,
-            exclude_input_in_output=self._options.exclude_input_in_output,
             defaults=self._defaults,
             limits=self._limits,
         )

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from minisgl_backend.errors import InvalidRequest, RequestError, Unsupported
 from minisgl_backend.limits import Limits
 from minisgl_backend.request import EMPTY
+from minisgl_backend.wire.defaults import Defaults
 from minisgl_backend.wire.generation import Generation
 from minisgl_backend.wire.parse import parse_values
 from minisgl_backend.wire.values import as_json, quoted
@@ -48,27 +49,19 @@ def read_prompts(
     *,
     stream: bool,
     arrival_time_ns: int,
-    parse_special_tokens: bool,
-    exclude_input_in_output: bool,
-    defaults: Mapping[str, Any],
+    defaults: Defaults,
     limits: Limits,
 ) -> list[Generation]:
-    """One generation per prompt, in order.
-
-    ``parse_special_tokens`` and ``exclude_input_in_output`` are the defaults of these parameters
-    for a text, the latter without ``stream``. ``defaults`` stand in place of those of the wire.
-    """
+    """One generation per prompt, in order."""
     each = [prompts] if _is_one(prompts) else list(prompts)
     generations = []
     for index, (prompt, own) in enumerate(zip(each, _one_each(params, len(each)), strict=True)):
         with naming(index if len(each) > 1 else None):
-            given = {**_given(own), **_prompt(prompt), "stream": stream}
-            if parse_special_tokens and isinstance(prompt, str):
-                given.setdefault("parse_special_tokens", True)
-            if isinstance(prompt, str) and not stream:
-                given.setdefault("exclude_input_in_output", exclude_input_in_output)
             generation = parse_values(
-                given, arrival_time_ns=arrival_time_ns, defaults=defaults, limits=limits
+                {**_given(own), **_prompt(prompt), "stream": stream},
+                arrival_time_ns=arrival_time_ns,
+                defaults=defaults,
+                limits=limits,
             )
             assert isinstance(generation, Generation)  # a stop_request is refused above
             generations.append(generation)

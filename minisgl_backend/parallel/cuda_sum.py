@@ -3,7 +3,7 @@
 Each rank writes to the memory of every rank, so all must be GPUs of one host. There are no flags
 beside the data: memory that waits for data holds -0.0, which is never sent. The kernels can be
 captured like any other, since the GPU itself knows which buffer is in use. A kernel that waits for
-a lost rank does not end by itself; ``let_go`` ends it.
+a lost rank does not end by itself; ``let_go`` ends it. Must not know models.
 """
 
 from __future__ import annotations

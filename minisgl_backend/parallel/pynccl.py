@@ -10,6 +10,7 @@ NCCL would set up NVLink multicast for it.
 
 The communicator belongs to one GPU. All calls but ``leave`` come from the threads that launch on
 that GPU. The communicator is aborted, not destroyed, since destroying waits for other ranks.
+Must not know what is summed or sent.
 """
 
 from __future__ import annotations

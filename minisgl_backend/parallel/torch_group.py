@@ -4,7 +4,7 @@ The backends are used as objects, not through ``init_process_group``. So there i
 and two engines, or several ranks as threads, may share a process. Gloo ends a collective that waits
 longer than the group's timeout. NCCL's collectives run on the GPU, where only ``leave`` ends them.
 Gloo cannot be aborted: with ranks on other hosts, ``leave`` closes its connections, which has the
-same effect as the end of the other ranks.
+same effect as the end of the other ranks. Must not know what is summed or sent.
 """
 
 from __future__ import annotations

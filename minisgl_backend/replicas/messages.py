@@ -5,7 +5,7 @@ From the parent, the process that starts the replicas:
     {"options": {...}}                     at the start
     {"p": prompt, "s": {...}, ...}         a request, with the ids of all its samples and the
                                            sampling parameters that are not as usual
-    {"abort": id, "f" or "e": ...}         end a request with this event
+    {"abort": ["f" or "e", id, ...]}       end a request with this event, which is as in updates
     {"load": [id, name, path]}             make an adapter known; the answer is an update
     {"unload": name}                       forget it
 

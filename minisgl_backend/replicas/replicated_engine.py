@@ -217,7 +217,7 @@ class ReplicatedEngine(EngineBase):
     def _check_open(self) -> None:
         super()._check_open()
         if not any(self._is_up):
-            self._recorder.request_rejected("down")
+            self._recorder.request_refused("down")
             raise _recovering()
 
     def _enter(self, entries: Sequence[OpenRequest]) -> None:

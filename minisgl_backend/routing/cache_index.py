@@ -135,28 +135,3 @@ class CacheIndex:
         if further > low:
             return further, expecting
         return low, found | expecting if further == low else found
-
-
-class AdapterIndex:
-    """Which adapters are in the slots of the replicas, judging by the requests sent there: the last
-    ``num_slots`` adapters at each."""
-
-    def __init__(self, num_replicas: int, num_slots: int) -> None:
-        self._num_slots = num_slots
-        self._held: list[dict[int, None]] = [{} for _ in range(num_replicas)]  # the oldest first
-
-    def expect(self, replica: int, adapter_id: int) -> None:
-        """A request with this adapter was sent to a replica."""
-        held = self._held[replica]
-        held.pop(adapter_id, None)
-        held[adapter_id] = None
-        if len(held) > self._num_slots:
-            del held[next(iter(held))]
-
-    def holders(self, adapter_id: int) -> Replicas:
-        """The replicas that have the adapter."""
-        return sum(1 << replica for replica, held in enumerate(self._held) if adapter_id in held)
-
-    def forget(self, replica: int) -> None:
-        """A replica has lost all its adapters."""
-        self._held[replica].clear()

@@ -32,7 +32,8 @@ import numpy.typing as npt
 
 from minisgl_backend.errors import InvariantError
 from minisgl_backend.request import IntArray
-from minisgl_backend.routing.cache_index import AdapterIndex, CacheIndex
+from minisgl_backend.routing.adapter_index import AdapterIndex
+from minisgl_backend.routing.cache_index import CacheIndex
 from minisgl_backend.routing.expected import ExpectedNode
 from minisgl_backend.routing.keys import Keys, PrefixKeys, Replicas
 

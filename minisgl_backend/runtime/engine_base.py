@@ -207,7 +207,7 @@ class EngineBase(ABC):
         try:
             self.check(first, num_samples=len(samples))
         except InvalidRequest:
-            self._recorder.request_rejected("invalid")
+            self._recorder.request_refused("invalid")
             raise
         num_tokens, now_s = len(first.prompt), time.monotonic()
         entries = []
@@ -219,7 +219,7 @@ class EngineBase(ABC):
         with self._changed:
             self._check_open()
             if complaint := self._queue_complaint(num_tokens, len(samples)):
-                self._recorder.request_rejected("queue_full")
+                self._recorder.request_refused("queue_full")
                 raise Overloaded(complaint)
             self._num_open += len(samples)
             self._num_waiting_tokens += num_tokens
@@ -261,7 +261,7 @@ class EngineBase(ABC):
 
     def count_refused(self, reason: Refusal) -> None:
         """Count a request that was refused before it came to ``submit``."""
-        self._recorder.request_rejected(reason)
+        self._recorder.request_refused(reason)
 
     @property
     def adapters(self) -> AdapterNames:
@@ -334,9 +334,9 @@ class EngineBase(ABC):
         if self._state is State.SERVING:
             return
         if self._state is State.ENDING:
-            self._recorder.request_rejected("draining")
+            self._recorder.request_refused("draining")
             raise shutting_down()
-        self._recorder.request_rejected("down")
+        self._recorder.request_refused("down")
         raise Overloaded("the engine is down")
 
     def _queue_complaint(self, num_tokens: int, num_samples: int) -> str | None:

@@ -113,7 +113,7 @@ class Recorder:
         self._num_cancelled = 0
         self._num_steps = 0
 
-    def request_rejected(self, reason: Refusal) -> None:
+    def request_refused(self, reason: Refusal) -> None:
         """Count a request that was refused on arrival."""
         with self._lock:
             self._rejected[reason] += 1

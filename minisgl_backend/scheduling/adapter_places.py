@@ -54,7 +54,7 @@ class AdapterPlaces:
         return bool(self._free) or self._num_idle > 0
 
     def busiest(self, *, all_but: int) -> set[int]:
-        """The ids of the adapters in use, except for so many of those that the fewest rows have."""
+        """The ids of the adapters in use, except the ``all_but`` ones that the fewest rows have."""
         by_rows = sorted((num_rows, adapter_id) for adapter_id, num_rows in self.in_use())
         return {adapter_id for _, adapter_id in by_rows[all_but:]}
 

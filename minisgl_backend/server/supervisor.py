@@ -35,8 +35,8 @@ from minisgl_backend.errors import ConfigError, EngineFailure
 from minisgl_backend.runtime_files import DETOKENIZER, RECOVERING_MARKER
 from minisgl_backend.server.faults import HANG_AFTER_S, Fault, FaultDetector
 from minisgl_backend.server.launch import ServerOptions
-from minisgl_backend.server.model_processes import server_stats
 from minisgl_backend.server.process import START_S, BrokenStart, TritonServer
+from minisgl_backend.server.stats import server_stats
 from minisgl_backend.server.stop_event import StopEvent
 
 logger = logging.getLogger(__name__)

@@ -45,6 +45,7 @@ from minisgl_backend.wire.answer import (
     most_likely,
     prompt_logprobs_json,
 )
+from minisgl_backend.wire.defaults import Defaults
 from minisgl_backend.wire.entries import Tensor
 from minisgl_backend.wire.gather import is_of_triton
 from minisgl_backend.wire.generation import (
@@ -69,10 +70,10 @@ _DEADLINE: Final = "timeout_ms"
 
 
 def read_request(
-    request: Any, limits: Limits, defaults: Mapping[str, Any]
+    request: Any, limits: Limits, defaults: Defaults
 ) -> tuple[Generation | StopRequest | Stopped | AdapterOrder, bool]:
-    """Read Triton's request; returns it and whether it is direct: then ``defaults`` stand in place
-    of those of the wire. Raises ``RequestError``."""
+    """Read Triton's request; returns it and whether it is direct: then it has these ``defaults``.
+    Raises ``RequestError``."""
     arrival_time_ns = time.time_ns()
     inputs = read_inputs(request)
     parameters = read_parameters(request)

@@ -36,9 +36,9 @@ from minisgl_backend.errors import (
 )
 from minisgl_backend.limits import Limits
 from minisgl_backend.request import Finished, FinishReason
+from minisgl_backend.request_defaults import request_defaults
 from minisgl_backend.runtime.engine_base import EngineBase
 from minisgl_backend.runtime_files import QueueMarker, State, read_adapters, write_adapters
-from minisgl_backend.sampling_defaults import sampling_defaults
 from minisgl_backend.tritonserver.dispatch import Dispatcher
 from minisgl_backend.tritonserver.engine_metrics import EngineMetrics
 from minisgl_backend.tritonserver.engine_requests import (
@@ -91,7 +91,7 @@ class TritonPythonModel:
         directory = runtime_directory()
         self._options = options
         self._limits = Limits()
-        self._defaults = sampling_defaults(options)
+        self._defaults = request_defaults(options)
         self._directory = directory
         self._engine = self._make_engine()
         self._metrics = EngineMetrics(

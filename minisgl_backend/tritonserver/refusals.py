@@ -39,7 +39,7 @@ def refusal_counters(
     return families.by_label(family, "reason", reasons)
 
 
-class Rejections:
+class Refusals:
     """Requests that the tokenizer refuses. Any thread may call ``count``."""
 
     def __init__(self, *, model: str, version: str, every_s: float = 0.5) -> None:
@@ -47,7 +47,7 @@ class Rejections:
         self._counts: Counter[Refusal] = Counter()
         labels = engine_labels(model, version, secrets.token_hex(4))
         self._thread = MetricsThread(
-            lambda: _ReportedRejections(self._counts, labels),
+            lambda: _ReportedRefusals(self._counts, labels),
             every_s=every_s,
         )
 
@@ -62,7 +62,7 @@ class Rejections:
         self._thread.close()
 
 
-class _ReportedRejections:
+class _ReportedRefusals:
     def __init__(self, counts: Counter[Refusal], labels: Mapping[str, str]) -> None:
         self._counts = counts
         self._families = Families(labels)

@@ -29,12 +29,13 @@ import numpy as np
 
 from minisgl_backend.errors import Overloaded, Recovering
 from minisgl_backend.limits import Limits
+from minisgl_backend.model_check import context_of
 from minisgl_backend.request import EMPTY, IntArray
+from minisgl_backend.request_defaults import request_defaults
 from minisgl_backend.runtime_files import MarkerReader
-from minisgl_backend.sampling_defaults import sampling_defaults
 from minisgl_backend.text.chat_format import ChatFormat
 from minisgl_backend.text.tokenizer import PromptEncoder, RenderedChat
-from minisgl_backend.tritonserver.refusals import Rejections
+from minisgl_backend.tritonserver.refusals import Refusals
 from minisgl_backend.tritonserver.responder import Responder
 from minisgl_backend.tritonserver.setup import (
     engine_options,
@@ -96,11 +97,9 @@ class TritonPythonModel:
         """Load the tokenizer and its chat template."""
         options = engine_options(args)
         self._limits = Limits()
-        self._parse_special_tokens = options.parse_special_tokens
-        self._exclude_input_in_output = options.exclude_input_in_output
-        self._defaults = sampling_defaults(options)
+        self._defaults = request_defaults(options)
         spec = model_spec(options)
-        self._context = options.max_sequence_length or spec.context
+        self._context = context_of(options, spec)
         self._encoder = PromptEncoder.load(
             tokenizer_folder(options), self._limits, context=self._context
         )
@@ -109,7 +108,7 @@ class TritonPythonModel:
         most_running = options.data_parallel_size * options.max_running_requests
         self._max_jobs = most_running + options.max_queued_requests
         self._max_bytes = 8 * self._limits.prompt_bytes
-        self._rejections = Rejections(model=options.model, version=args["model_version"])
+        self._refusals = Refusals(model=options.model, version=args["model_version"])
         self._lock = threading.Lock()
         self._jobs: set[_Job] = set()
         self._num_bytes = 0
@@ -128,7 +127,7 @@ class TritonPythonModel:
     def finalize(self) -> None:
         """End the pool; Triton calls this once all requests are answered."""
         self._pool.shutdown()
-        self._rejections.close()
+        self._refusals.close()
         self._status.close()
 
     def stats(self) -> Mapping[str, Any]:
@@ -137,7 +136,7 @@ class TritonPythonModel:
             return {"num_jobs": len(self._jobs), "num_bytes": self._num_bytes}
 
     def _refuse(self, responder: Responder, error: Exception) -> None:
-        self._rejections.count(error)
+        self._refusals.count(error)
         responder.fail(error)
 
     def _queue_job(self, request: Any, responder: Responder) -> None:
@@ -191,8 +190,6 @@ class TritonPythonModel:
             job.parameters,
             arrival_time_ns=job.arrival_time_ns,
             timeout_us=job.timeout_us,
-            parse_special_tokens=self._parse_special_tokens,
-            exclude_input_in_output=self._exclude_input_in_output,
             defaults=self._defaults,
             limits=self._limits,
         )

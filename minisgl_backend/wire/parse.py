@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any, Final
 
 import numpy.typing as npt
@@ -20,6 +19,7 @@ from minisgl_backend.errors import InvalidRequest, Unsupported
 from minisgl_backend.limits import Limits
 from minisgl_backend.request import IntArray, SamplingParams
 from minisgl_backend.wire import values
+from minisgl_backend.wire.defaults import NO_DEFAULTS, Defaults
 from minisgl_backend.wire.entries import Input, Kind
 from minisgl_backend.wire.gather import gather, gather_values
 from minisgl_backend.wire.generation import (
@@ -38,9 +38,6 @@ from minisgl_backend.wire.parameters import BY_NAME, DEFAULTS
 PROMPTS: Final = ("text_input", "messages", "input_ids")
 """A request has one of these, or is a ``stop_request``."""
 
-NO_DEFAULTS: Final[Mapping[str, Any]] = MappingProxyType({})
-"""None but those of the wire."""
-
 _TIMEOUT: Final = Input(
     name="timeout", kind=Kind.INTEGER, meaning="microseconds", minimum=0, maximum=2**63 - 1
 )
@@ -53,26 +50,16 @@ def parse_generation(
     *,
     arrival_time_ns: int,
     timeout_us: int = 0,
-    parse_special_tokens: bool = False,
-    exclude_input_in_output: bool = True,
-    defaults: Mapping[str, Any] = NO_DEFAULTS,
+    defaults: Defaults = NO_DEFAULTS,
     limits: Limits,
 ) -> Generation | StopRequest:
     """A request to an ensemble, as the tokenizer gets it.
 
     ``inputs`` are the tensors by name, strings as objects; ``parameters``, the request parameters.
-    ``timeout_us`` is Triton's own request timeout, 0 for none. ``parse_special_tokens`` and
-    ``exclude_input_in_output`` are the defaults of the parameters of these names for a
-    ``text_input``, the latter for one without ``stream``. ``defaults`` stand in place of those of
-    the wire.
+    ``timeout_us`` is Triton's own request timeout, 0 for none.
     """
-    found = _gathered(inputs, parameters, limits)
-    if "text_input" in found:
-        found.setdefault("parse_special_tokens", parse_special_tokens)
-        if not found.get("stream"):
-            found.setdefault("exclude_input_in_output", exclude_input_in_output)
+    found = defaults.beside(_gathered(inputs, parameters, limits))
     timeout_us = _timeout_us(parameters, timeout_us)
-    found = {**defaults, **found}
     return build(found, arrival_time_ns=arrival_time_ns, timeout_us=timeout_us, limits=limits)
 
 
@@ -80,7 +67,7 @@ def parse_values(
     given: Mapping[str, Any],
     *,
     arrival_time_ns: int,
-    defaults: Mapping[str, Any] = NO_DEFAULTS,
+    defaults: Defaults = NO_DEFAULTS,
     limits: Limits,
 ) -> Generation | StopRequest:
     """A request in this process: JSON values by name, ``input_ids`` as an array.
@@ -95,7 +82,7 @@ def parse_values(
         found.setdefault("return_logprobs", True)
     if found.get("return_logprobs"):
         found.setdefault("num_logprobs", 0)
-    found = {**defaults, **_completed(found)}
+    found = defaults.beside(_completed(found))
     return build(found, arrival_time_ns=arrival_time_ns, limits=limits)
 
 
@@ -105,7 +92,7 @@ def parse_token_generation(
     *,
     arrival_time_ns: int,
     timeout_us: int = 0,
-    defaults: Mapping[str, Any] = NO_DEFAULTS,
+    defaults: Defaults = NO_DEFAULTS,
     limits: Limits,
 ) -> Generation | StopRequest:
     """A direct request to ``llm_engine``, by token ids: parameters about text are refused."""
@@ -114,7 +101,7 @@ def parse_token_generation(
         if BY_NAME[name].text_only and value != DEFAULTS[name]:
             raise Unsupported(f"{name} needs the text models; send it to an ensemble")
     timeout_us = _timeout_us(parameters, timeout_us)
-    found = {**defaults, **found}
+    found = defaults.beside(found)
     return build(found, arrival_time_ns=arrival_time_ns, timeout_us=timeout_us, limits=limits)
 
 

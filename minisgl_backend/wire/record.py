@@ -8,6 +8,8 @@ them by the same rules as the tokenizer, so a client that forges a record gains 
 is there if the answer starts with it, ``stopped`` if the request was ended in the tokenizer,
 ``thinking`` if its grammar begins after the model's thoughts, ``channels`` if the answer is in
 channels.
+
+Must not know who writes a record, or how it gets to its reader.
 """
 
 from __future__ import annotations

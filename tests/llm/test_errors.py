@@ -22,6 +22,7 @@ from minisgl_backend.config import DEMO_MODEL
 from minisgl_backend.errors import ConfigError, EngineFailure, Overloaded, RequestError
 from minisgl_backend.limits import Limits
 from minisgl_backend.offline.prompts import read_prompts
+from minisgl_backend.wire.defaults import NO_DEFAULTS
 from minisgl_backend.wire.generation import MessagesPrompt
 from minisgl_backend.wire.parse import parse_generation
 from minisgl_check.processes import children_of
@@ -207,9 +208,7 @@ def test_messages_have_as_much_room_as_in_a_server() -> None:
         None,
         stream=False,
         arrival_time_ns=0,
-        parse_special_tokens=False,
-        exclude_input_in_output=True,
-        defaults={},
+        defaults=NO_DEFAULTS,
         limits=Limits(prompt_bytes=300),
     )
     assert isinstance(read.prompt, MessagesPrompt)

@@ -1,7 +1,7 @@
 """A small Qwen3 language model for training, with the parameter names of a Hugging Face folder.
 
 It holds what training needs and nothing else: no cache, no padding. Scoring loads the folder with
-transformers' own class, so a slip here would show there.
+transformers' own class, so a slip here would show there. Must not know text.
 """
 
 from __future__ import annotations

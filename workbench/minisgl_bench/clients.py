@@ -2,7 +2,7 @@
 
 Clients in one interpreter would be the bottleneck. So each process takes a share of the requests,
 sends them once all processes are connected, and keeps the responses as bytes, which are parsed
-after the run.
+after the run. Must not know what is made of the answers.
 """
 
 from __future__ import annotations

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from minisgl_backend.cli.interrupt import ended_by_ctrl_c
-from minisgl_backend.cli.serve import options_as_text
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import ConfigError, MiniSGLError
 from minisgl_backend.request import (
@@ -36,6 +35,7 @@ from minisgl_backend.request import (
 )
 from minisgl_backend.runtime.engine import Engine
 from minisgl_backend.runtime.engine_base import EngineBase, EngineInfo
+from minisgl_backend.server.options import options_as_text
 from minisgl_bench.profiling import marked, nvtx_range
 
 if TYPE_CHECKING:

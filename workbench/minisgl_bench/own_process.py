@@ -13,9 +13,9 @@ from typing import Any
 
 import click
 
-from minisgl_backend.cli.serve import options_as_text
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.death_signal import asking_for
+from minisgl_backend.server.options import options_as_text
 
 
 def run_bench(arguments: Sequence[str], *, timeout_s: float | None = None) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Runs of many prompts at once in this process, by the engine or by transformers, and their
-figures."""
+figures. Must not know servers.
+"""
 
 from __future__ import annotations
 

@@ -21,9 +21,9 @@ from minisgl_backend.cli.options import (
     engine_options,
     numbers,
 )
-from minisgl_backend.cli.serve import located
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.server.options import located
 from minisgl_bench.own_process import option_arguments, run_bench
 from minisgl_bench.prompts import RandomRequests, request_options
 from minisgl_kit.report import Report, json_option

@@ -20,10 +20,10 @@ from minisgl_backend.cli.options import (
     engine_options,
     tritonserver_option,
 )
-from minisgl_backend.cli.serve import located, options_as_text
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import EngineFailure
 from minisgl_backend.models.catalog import load_spec
+from minisgl_backend.server.options import located, options_as_text
 from minisgl_bench.clients import Answer, ask_at_once, requests_of
 from minisgl_bench.own_process import option_arguments, run_bench
 from minisgl_bench.prompts import RandomRequests, request_options

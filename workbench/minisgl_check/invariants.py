@@ -2,6 +2,8 @@
 
 Pages: each is free or cached, and every cached one may be evicted. Requests: none in any process.
 Processes: the same as at the start, with no more threads, descriptors and shared memory.
+
+Must not know which case came before.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 An answer is a list of blocks: what the model thought, what it says, and each tool call. A stream
 says when a block begins, gives its text as it comes, and says when it ends. ``MessagesRenderer``
-goes through the same blocks for both.
+goes through the same blocks for both. Must not know how an answer is generated.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 An answer is a list of items: what the model thought, what it says, and each function call. A stream
 says when an item begins, gives its text as it comes, and says when it is done; every event has a
 number. ``ResponseRenderer`` builds the same items for both, so that a stream's last event has what
-the whole answer would be.
+the whole answer would be. Must not know how an answer is generated.
 """
 
 from __future__ import annotations

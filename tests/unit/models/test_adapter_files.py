@@ -17,13 +17,14 @@ from safetensors.torch import load_file, save_file
 
 from minisgl_backend.adapter_options import adapter_paths, adapter_tasks, check_task_names
 from minisgl_backend.build import build_engine
-from minisgl_backend.cli import serve
 from minisgl_backend.config import DEMO_MODEL, EngineOptions
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.models.adapter_files import Projection, open_adapter
 from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.models.tensor_names import MULTIMODAL
 from minisgl_backend.precheck import check_options
+from minisgl_backend.server import options as server_options
+from minisgl_backend.server.options import checked
 from minisgl_kit.adapters import write_adapter
 
 SPEC = load_spec(Path(DEMO_MODEL))
@@ -407,17 +408,17 @@ def test_serve_refuses_a_task_of_an_unknown_adapter_before_it_starts_a_server(
     beside = tmp_path / "llm_engine" / "1" / "multi_lora.json"
     beside.parent.mkdir(parents=True)
     beside.write_text(json.dumps({"doll": str(written(tmp_path))}))
-    monkeypatch.setattr(serve, "shipped_repository", lambda: tmp_path)
+    monkeypatch.setattr(server_options, "shipped_repository", lambda: tmp_path)
     options = EngineOptions(enable_lora=True, lora_task_ids="1=doll")
-    assert serve.checked(options).multi_lora == str(beside)
+    assert checked(options).multi_lora == str(beside)
     with pytest.raises(ConfigError, match=r"8 stands for 'hen', and .* \['doll'\]"):
-        serve.checked(replace(options, lora_task_ids="1=doll,8=hen"))
+        checked(replace(options, lora_task_ids="1=doll,8=hen"))
 
 
 def test_a_folder_without_a_config_is_found_before_a_server_starts(tmp_path: Path) -> None:
     options = EngineOptions(enable_lora=True, lora_modules=f"empty={tmp_path}")
     with pytest.raises(ConfigError, match=r"'empty': .*/adapter_config.json does not exist"):
-        serve.checked(options)
+        checked(options)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,8 @@ import pytest
 
 from minisgl_backend.runtime_files import Heartbeat, read_beat, socket_path
 from minisgl_backend.server import model_processes
-from minisgl_backend.server.model_processes import ModelProcess, ModelProcesses, server_stats
+from minisgl_backend.server.model_processes import ModelProcess, ModelProcesses
+from minisgl_backend.server.stats import server_stats
 from tests.waiting import PATIENCE_S
 
 

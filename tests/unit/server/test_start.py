@@ -27,7 +27,6 @@ from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
 from minisgl_backend.adapter_options import adapter_paths
-from minisgl_backend.cli.serve import located, options_as_text, with_modules
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.runtime_files import QUEUE_OPEN, Heartbeat, State
@@ -36,6 +35,7 @@ from minisgl_backend.server.directory import make_directory, sweep
 from minisgl_backend.server.installation import Installation, find_installation
 from minisgl_backend.server.launch import ServerOptions, command_line, numeric, with_ports
 from minisgl_backend.server.log import Console, failure_in_log
+from minisgl_backend.server.options import located, options_as_text, with_modules
 from minisgl_backend.server.process import BrokenStart, TritonServer
 from minisgl_backend.server.repository import shipped_repository, with_parameters
 from tests.waiting import wait_until

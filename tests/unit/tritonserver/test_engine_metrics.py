@@ -27,7 +27,7 @@ from minisgl_backend.runtime.recorder import EngineStats, Observations, Recorder
 from minisgl_backend.scheduling.report import SchedulerStats
 from minisgl_backend.tritonserver.engine_metrics import EngineMetrics
 from minisgl_backend.tritonserver.metrics import BucketCounts, MetricsThread
-from minisgl_backend.tritonserver.refusals import Rejections
+from minisgl_backend.tritonserver.refusals import Refusals
 from tests.fakes.engine_info import engine_info
 from tests.fakes.pb_utils import Metric, MetricFamily
 
@@ -113,7 +113,7 @@ def test_counts_are_told_once(metrics: EngineMetrics, engine: Engine) -> None:
     recorder.request_admitted(7)
     recorder.request_started(0.05)
     recorder.request_finished(num_tokens=3, e2e_s=0.2, decode_s=0.1)
-    recorder.request_rejected("queue_full")
+    recorder.request_refused("queue_full")
     recorder.request_failed("INTERNAL")
     recorder.request_cancelled()
     recorder.step_committed("decode", batch_size=3, num_tokens=3, duration_s=0.004)
@@ -271,7 +271,7 @@ def refusals() -> Iterator[Callable[[], dict[str, float]]]:
 
 
 def test_refusals_of_the_tokenizer(refusals: Callable[[], dict[str, float]]) -> None:
-    rejections = Rejections(model="/models/demo", version="1", every_s=1000)
+    rejections = Refusals(model="/models/demo", version="1", every_s=1000)
     for error in (
         InvalidRequest("a"),
         InvalidRequest("b"),
@@ -293,7 +293,7 @@ def test_counts_that_could_not_be_reported_are_reported_later(
     def increment(_: Metric, value: float) -> None:
         raise RuntimeError("no room in shared memory")
 
-    rejections = Rejections(model="/models/demo", version="1", every_s=0.001)
+    rejections = Refusals(model="/models/demo", version="1", every_s=0.001)
     with monkeypatch.context() as patch:
         patch.setattr(Metric, "increment", increment)
         rejections.count(InvalidRequest("a"))

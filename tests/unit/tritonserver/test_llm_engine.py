@@ -31,6 +31,7 @@ from minisgl_backend.tritonserver.channel import DetokenizerChannel
 from minisgl_backend.tritonserver.engine_requests import read_request
 from minisgl_backend.tritonserver.llm_engine import TritonPythonModel
 from minisgl_backend.wire.acks import Ack, Verdict
+from minisgl_backend.wire.defaults import Defaults
 from minisgl_backend.wire.generation import Generation, Stopped, TokenPrompt, Wanted
 from minisgl_backend.wire.packets import Packet, decode_packet
 from minisgl_backend.wire.parse import parse_generation
@@ -100,7 +101,7 @@ def test_a_direct_request_may_have_other_defaults() -> None:
     asked = pb_utils.InferenceRequest(
         {"input_ids": np.array([[3, 4]], np.int32)}, parameters={"top_p": 0.5}
     )
-    defaults = {"top_k": 7, "top_p": 0.25}
+    defaults = Defaults({"top_k": 7, "top_p": 0.25})
     parsed, direct = read_request(asked, Limits(), defaults)
     assert direct and isinstance(parsed, Generation)
     assert (parsed.sampling.top_k, parsed.sampling.top_p) == (7, 0.5)

@@ -14,6 +14,7 @@ import pytest
 from minisgl_backend.errors import InvalidRequest, RequestError, Unsupported
 from minisgl_backend.limits import Limits
 from minisgl_backend.request import SamplingParams
+from minisgl_backend.wire.defaults import Defaults
 from minisgl_backend.wire.generation import (
     Generation,
     MessagesPrompt,
@@ -417,7 +418,7 @@ def test_the_timeout_of_generate_is_a_deadline() -> None:
 
 
 def test_other_defaults_stand_in_place_of_those_of_the_wire() -> None:
-    defaults, ids = {"temperature": 0.25, "top_k": 7}, np.array([1, 2], np.int32)
+    defaults, ids = Defaults({"temperature": 0.25, "top_k": 7}), np.array([1, 2], np.int32)
     for given in ({}, {"top_k": 3}):
         for request in (
             parse_token_generation(
@@ -497,7 +498,11 @@ def test_special_tokens_are_parsed_if_the_operator_says_so() -> None:
 
     def prompt(tensors: dict[str, Any], parameters: dict[str, Any]) -> Any:
         request = parse_generation(
-            tensors, parameters, arrival_time_ns=0, parse_special_tokens=True, limits=LIMITS
+            tensors,
+            parameters,
+            arrival_time_ns=0,
+            defaults=Defaults(parse_special_tokens=True),
+            limits=LIMITS,
         )
         assert isinstance(request, Generation)
         return request.prompt

@@ -5,6 +5,8 @@ Traces have the format of the Mooncake project: JSONL of ``timestamp`` (ms), ``i
 may be partial. Equal numbers stand for equal blocks after equal prefixes, so that equal leading
 numbers are a shared prefix. The format and its blocks of 512 tokens are those of Qin et
 al., "Mooncake: Trading More Storage for Less Computation" (FAST 2025).
+
+Must not know servers, or how a load is sent.
 """
 
 from __future__ import annotations

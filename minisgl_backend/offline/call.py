@@ -1,6 +1,7 @@
 """One call of ``LLM``: its requests go to the engine, their events come back as outputs.
 
-Knows the engine's requests and events, and the text of a stream. Must not know prompts or options.
+Knows the engine's requests and events, and the text of a stream. Must not know the forms of
+prompts, or options.
 
 A ``Call`` belongs to the thread that iterates over it. The engine's thread only puts events into
 mailboxes, and wakes the caller no more often than a request needs.
@@ -18,6 +19,7 @@ from queue import SimpleQueue
 from typing import Final
 
 from minisgl_backend.errors import MiniSGLError
+from minisgl_backend.offline.prompts import naming
 from minisgl_backend.offline.submitter import CallQueue, Submitter
 from minisgl_backend.request import (
     Admitted,
@@ -301,7 +303,8 @@ class Call:
                 if isinstance(box, Exception):
                     raise box
                 if not box.is_over:  # else a stop string ended it, and the engine follows later
-                    outputs = box.read()
+                    with naming(box.index if len(self) > 1 else None):
+                        outputs = box.read()
                     for request_id in box.superfluous():
                         self._submitter.abort(request_id)
                     num_left -= box.is_over

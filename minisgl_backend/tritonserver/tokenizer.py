@@ -29,7 +29,6 @@ import numpy as np
 
 from minisgl_backend.errors import Overloaded, Recovering
 from minisgl_backend.limits import Limits
-from minisgl_backend.model_check import context_of
 from minisgl_backend.request import EMPTY, IntArray
 from minisgl_backend.request_defaults import request_defaults
 from minisgl_backend.runtime_files import MarkerReader
@@ -99,7 +98,7 @@ class TritonPythonModel:
         self._limits = Limits()
         self._defaults = request_defaults(options)
         spec = model_spec(options)
-        self._context = context_of(options, spec)
+        self._context = options.max_sequence_length or spec.context  # the engine checks it
         self._encoder = PromptEncoder.load(
             tokenizer_folder(options), self._limits, context=self._context
         )

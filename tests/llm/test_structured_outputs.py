@@ -59,6 +59,8 @@ def test_answers_have_the_form(llm: LLM, form: dict[str, Any], is_valid: Any) ->
 def test_what_is_wrong_with_a_grammar(llm: LLM, form: dict[str, Any], complaint: str) -> None:
     with pytest.raises(InvalidRequest, match=complaint):
         llm.generate("Hello", {"structured_outputs": form})
+    with pytest.raises(InvalidRequest, match=r"^prompts\[1\]: .*" + complaint):
+        llm.generate(["Hello", "Hello"], [{}, {"structured_outputs": form}])
 
 
 def test_special_tokens_in_the_text(llm: LLM) -> None:

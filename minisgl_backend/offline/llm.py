@@ -19,6 +19,7 @@ from pathlib import Path
 
 from minisgl_backend.build import build_engine
 from minisgl_backend.config import DEMO_MODEL, EngineOptions
+from minisgl_backend.generation_request import request_of
 from minisgl_backend.limits import Limits
 from minisgl_backend.model_check import context_of
 from minisgl_backend.models.catalog import load_spec
@@ -27,7 +28,7 @@ from minisgl_backend.offline.call import Call, Output, PreparedPrompt
 from minisgl_backend.offline.prompts import Params, Prompt, naming, read_prompts, with_all
 from minisgl_backend.offline.submitter import Submitter
 from minisgl_backend.progress import shown, unseen
-from minisgl_backend.request import FloatArray, IntArray, Request, SamplingParams, samples_of
+from minisgl_backend.request import FloatArray, IntArray, SamplingParams, samples_of
 from minisgl_backend.request_defaults import request_defaults
 from minisgl_backend.runtime.engine_base import EngineInfo
 from minisgl_backend.runtime.recorder import EngineStats
@@ -200,20 +201,15 @@ class LLM:
             yield from self._submitter.run_all(jobs)
 
     def _prepared(self, generation: Generation, ids: IntArray, arrived_s: float) -> PreparedPrompt:
-        sampling = generation.sampling
-        self._encoder.check_token_ids("stop_token_ids", sampling.stop_token_ids)
-        if generation.fit_max_tokens:
-            sampling = self._engine.fitted(sampling, num_prompt_tokens=len(ids))
-        seed = generation.seed if generation.seed is not None else self._seeds.getrandbits(64)
+        self._encoder.check_token_ids("stop_token_ids", generation.sampling.stop_token_ids)
         timeout_ms = generation.timeout_ms
-        request = Request(
+        request = request_of(
+            generation,
+            ids,
+            self._engine,
             id=self._engine.new_id(),
-            prompt=ids,
-            sampling=replace(sampling, seed=seed),
-            priority=generation.priority,
+            seeds=self._seeds,
             deadline_s=None if timeout_ms is None else arrived_s + timeout_ms / 1000,
-            cache_salt=generation.cache_salt,
-            adapter=self._engine.adapter(generation.lora_name, generation.lora_task_id),
         )
         self._engine.check(request, generation.best_of)
         if not generation.exclude_input_in_output:

@@ -2,8 +2,7 @@
 
 Knows the two ways in and out of the model ``llm_engine``: the tokenizer's record, answered with
 packets for the detokenizer, and token ids of a client that calls this model alone (*direct*),
-answered with token ids. Fills in what a request leaves open: seed, deadline, interval. Must not
-know when anything is sent.
+answered with token ids. Must not know when anything is sent.
 """
 
 from __future__ import annotations
@@ -14,17 +13,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final, Protocol
 
+from minisgl_backend import generation_request
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import InvalidRequest
+from minisgl_backend.generation_request import request_of
 from minisgl_backend.limits import Limits
-from minisgl_backend.request import (
-    Adapter,
-    IntArray,
-    Request,
-    RequestId,
-    SamplingParams,
-    samples_of,
-)
+from minisgl_backend.request import IntArray, Request, RequestId, samples_of
 from minisgl_backend.runtime.engine_base import EngineInfo
 from minisgl_backend.tritonserver.responder import Responder, error_response
 from minisgl_backend.tritonserver.response_stream import ResponseStream
@@ -117,19 +111,13 @@ def _text_of(inputs: Arrays, tensor: Tensor) -> str:
     return to_text(tensor.name, inputs[tensor.name].item(0))
 
 
-class Engine(Protocol):
+class Engine(generation_request.Engine, Protocol):
     """The part of the engine that is needed here."""
 
     info: EngineInfo
 
     def new_id(self) -> RequestId:
         """An id for a request."""
-
-    def adapter(self, name: str | None, task_id: int | None) -> Adapter | None:
-        """The adapter that a request names."""
-
-    def fitted(self, sampling: SamplingParams, *, num_prompt_tokens: int) -> SamplingParams:
-        """The same parameters, with ``max_tokens`` lowered to the room there is."""
 
 
 class EngineRequests:
@@ -164,20 +152,13 @@ class EngineRequests:
 
     def samples(self, generation: Generation, stream: ResponseStream) -> list[Request]:
         """The engine's requests, one for each sample."""
-        ids = _prompt_ids(generation)
-        sampling = generation.sampling
-        if generation.seed is None:
-            sampling = replace(sampling, seed=self._seeds.getrandbits(64))
-        if generation.fit_max_tokens:
-            sampling = self._engine.fitted(sampling, num_prompt_tokens=len(ids))
-        request = Request(
+        request = request_of(
+            generation,
+            _prompt_ids(generation),
+            self._engine,
             id=stream.sample_ids[0],
-            prompt=ids,
-            sampling=sampling,
-            priority=generation.priority,
+            seeds=self._seeds,
             deadline_s=_deadline_s(generation),
-            cache_salt=generation.cache_salt,
-            adapter=self._engine.adapter(generation.lora_name, generation.lora_task_id),
             label=stream.responder.label,
         )
         return samples_of(request, stream.sample_ids)

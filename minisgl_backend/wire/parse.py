@@ -58,7 +58,7 @@ def parse_generation(
     ``inputs`` are the tensors by name, strings as objects; ``parameters``, the request parameters.
     ``timeout_us`` is Triton's own request timeout, 0 for none.
     """
-    found = defaults.beside(_gathered(inputs, parameters, limits))
+    found = defaults.beside(_completed(gather(inputs, parameters, limits)))
     timeout_us = _timeout_us(parameters, timeout_us)
     return build(found, arrival_time_ns=arrival_time_ns, timeout_us=timeout_us, limits=limits)
 
@@ -96,7 +96,7 @@ def parse_token_generation(
     limits: Limits,
 ) -> Generation | StopRequest:
     """A direct request to ``llm_engine``, by token ids: parameters about text are refused."""
-    found = _gathered(inputs, parameters, limits)
+    found = _completed(gather(inputs, parameters, limits))
     for name, value in found.items():
         if BY_NAME[name].text_only and value != DEFAULTS[name]:
             raise Unsupported(f"{name} needs the text models; send it to an ensemble")
@@ -126,14 +126,8 @@ def parse_adapter_order(text: str) -> AdapterOrder:
     )
 
 
-def _gathered(
-    inputs: Mapping[str, npt.NDArray[Any]], parameters: Mapping[str, Any], limits: Limits
-) -> dict[str, Any]:
-    """The values that the request gives, and those that are implied by absent ones."""
-    return _completed(gather(inputs, parameters, limits))
-
-
 def _completed(found: dict[str, Any]) -> dict[str, Any]:
+    """The values that a request gives, and those that are implied by absent ones."""
     found.setdefault("fit_max_tokens", "max_tokens" not in found)
     return found
 

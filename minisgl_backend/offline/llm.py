@@ -21,13 +21,11 @@ from minisgl_backend.build import build_engine
 from minisgl_backend.config import DEMO_MODEL, EngineOptions
 from minisgl_backend.generation_request import request_of
 from minisgl_backend.limits import Limits
-from minisgl_backend.model_check import context_of
-from minisgl_backend.models.catalog import load_spec
-from minisgl_backend.models.hub import resolve_model, resolve_tokenizer
 from minisgl_backend.offline.call import Call, Output, PreparedPrompt
 from minisgl_backend.offline.prompts import Params, Prompt, naming, read_prompts, with_all
 from minisgl_backend.offline.submitter import Submitter
 from minisgl_backend.progress import shown, unseen
+from minisgl_backend.prompt_encoder import load_encoder
 from minisgl_backend.request import FloatArray, IntArray, SamplingParams, samples_of
 from minisgl_backend.request_defaults import request_defaults
 from minisgl_backend.runtime.engine_base import EngineInfo
@@ -50,7 +48,7 @@ class LLM:
         self._options = EngineOptions.from_mapping({"model": str(model), **options})
         self._limits = Limits()
         self._defaults = request_defaults(self._options)
-        self._encoder = _load_encoder(self._options, self._limits)
+        self._encoder = load_encoder(self._options, self._limits)
         self._seeds = random.Random(self._options.seed)
         self._engine = build_engine(self._options)
         self._submitter = Submitter(self._engine, num_tokenizers=self._options.num_tokenizers)
@@ -225,15 +223,6 @@ class LLM:
         others = (self._engine.new_id() for _ in range(generation.best_of - 1))
         samples = samples_of(request, [request.id, *others])
         return PreparedPrompt(samples, start, generation.arrival_time_ns)
-
-
-def _load_encoder(options: EngineOptions, limits: Limits) -> PromptEncoder:
-    """The tokenizer and the chat template, which must fit the model."""
-    spec = load_spec(resolve_model(options.model, options.model_source))
-    folder = resolve_tokenizer(options.tokenizer or options.model, options.model_source)
-    encoder = PromptEncoder.load(folder, limits, context=context_of(options, spec))
-    encoder.vocabulary.check_fits(spec.vocab_size)
-    return encoder
 
 
 def _encode(encoder: PromptEncoder, generation: Generation) -> tuple[IntArray, SamplingParams]:

@@ -69,7 +69,7 @@ class PromptEncoder:
         tokenizer.no_padding()
         self.vocabulary = Vocabulary.of(tokenizer)
         self._limits = limits or Limits()
-        self._context = context
+        self.context = context
         self._length = LengthCheck(tokenizer, self.vocabulary, context) if context else None
         self._templates = templates or {}
         self._bos_token_id = bos_token_id
@@ -104,10 +104,9 @@ class PromptEncoder:
         Raises ``InvalidRequest`` or ``Unsupported``.
         """
         if isinstance(prompt, TokenPrompt):
-            if self._context is not None and len(prompt.ids) > self._context:
+            if self.context is not None and len(prompt.ids) > self.context:
                 raise InvalidRequest(
-                    f"prompt of {len(prompt.ids)} tokens does not fit the context "
-                    f"of {self._context}"
+                    f"prompt of {len(prompt.ids)} tokens does not fit the context of {self.context}"
                 )
             return self._checked(prompt)
         if isinstance(prompt, TextPrompt) and not prompt.text:

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from minisgl_backend.errors import EngineFailure
+from minisgl_backend.prompt_encoder import tokenizer_folder
 from minisgl_backend.text.answer_stream import AnswerStream
 from minisgl_backend.text.tokenizer_files import load_vocabulary
 from minisgl_backend.tritonserver.channel import DetokenizerChannel
@@ -33,7 +34,6 @@ from minisgl_backend.tritonserver.setup import (
     engine_options,
     loading,
     runtime_directory,
-    tokenizer_folder,
 )
 from minisgl_backend.tritonserver.status import StatusServer
 from minisgl_backend.tritonserver.tensors import make_response, read_inputs

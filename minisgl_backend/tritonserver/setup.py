@@ -21,9 +21,6 @@ import triton_python_backend_utils as pb_utils
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.death_signal import ending_with
 from minisgl_backend.errors import ConfigError, MiniSGLError
-from minisgl_backend.models.catalog import load_spec
-from minisgl_backend.models.hub import resolve_model, resolve_tokenizer
-from minisgl_backend.models.spec import ModelSpec
 from minisgl_backend.runtime_files import (
     HTTP_URL_VARIABLE,
     OPTIONS_MODEL,
@@ -79,16 +76,6 @@ def engine_options(args: Mapping[str, str]) -> EngineOptions:
         ) from error
     config = text_format.Parse(text, model_config_pb2.ModelConfig())
     return _options({name: value.string_value for name, value in config.parameters.items()})
-
-
-def tokenizer_folder(options: EngineOptions) -> Path:
-    """The folder with the tokenizer's files, fetched from its hub if it is an id."""
-    return resolve_tokenizer(options.tokenizer or options.model, options.model_source)
-
-
-def model_spec(options: EngineOptions) -> ModelSpec:
-    """What the engine's checkpoint says about itself."""
-    return load_spec(resolve_model(options.model, options.model_source))
 
 
 def _options(parameters: Mapping[str, str]) -> EngineOptions:

@@ -29,19 +29,18 @@ import numpy as np
 
 from minisgl_backend.errors import Overloaded, Recovering
 from minisgl_backend.limits import Limits
+from minisgl_backend.prompt_encoder import load_encoder
 from minisgl_backend.request import EMPTY, IntArray
 from minisgl_backend.request_defaults import request_defaults
 from minisgl_backend.runtime_files import MarkerReader
 from minisgl_backend.text.chat_format import ChatFormat
-from minisgl_backend.text.tokenizer import PromptEncoder, RenderedChat
+from minisgl_backend.text.tokenizer import RenderedChat
 from minisgl_backend.tritonserver.refusals import Refusals
 from minisgl_backend.tritonserver.responder import Responder
 from minisgl_backend.tritonserver.setup import (
     engine_options,
     loading,
-    model_spec,
     runtime_directory,
-    tokenizer_folder,
 )
 from minisgl_backend.tritonserver.status import StatusServer
 from minisgl_backend.tritonserver.tensors import (
@@ -97,12 +96,7 @@ class TritonPythonModel:
         options = engine_options(args)
         self._limits = Limits()
         self._defaults = request_defaults(options)
-        spec = model_spec(options)
-        self._context = options.max_sequence_length or spec.context  # the engine checks it
-        self._encoder = PromptEncoder.load(
-            tokenizer_folder(options), self._limits, context=self._context
-        )
-        self._encoder.vocabulary.check_fits(spec.vocab_size)
+        self._encoder = load_encoder(options, self._limits)
         self._markers = MarkerReader(runtime_directory())
         most_running = options.data_parallel_size * options.max_running_requests
         self._max_jobs = most_running + options.max_queued_requests
@@ -220,7 +214,7 @@ class TritonPythonModel:
 
     def _told(self, ids: IntArray, chat_format: ChatFormat | None) -> Arrays:
         """What a lookup is told besides the ids, int32[num_tokens]."""
-        most_tokens = self._markers.most_tokens() or self._context
+        most_tokens = self._markers.most_tokens() or self._encoder.context
         return {
             TOKEN_STRS.name: texts_array(self._encoder.names(ids)),
             TEXT.name: text_array(self._encoder.text(ids)),

@@ -31,7 +31,8 @@ from minisgl_backend.config import DEMO_MODEL, EngineOptions
 from minisgl_backend.errors import MiniSGLError
 from minisgl_backend.grammar.matchers import Batch, Grammars, Matcher
 from minisgl_backend.models.catalog import load_spec
-from minisgl_backend.models.hub import resolve_model, resolve_tokenizer
+from minisgl_backend.models.hub import resolve_model
+from minisgl_backend.prompt_encoder import tokenizer_folder
 from minisgl_backend.request import Grammar, GrammarKind, IntArray, SamplingParams, TokenId
 from minisgl_backend.runtime.engine import Engine
 from minisgl_backend.text.tokenizer_files import load_definition, load_vocabulary
@@ -95,10 +96,8 @@ def quotes_of(tokenizer: Path, vocab_size: int) -> list[TokenId]:
 
 def bias_to_end_strings(options: EngineOptions) -> Bias:
     """A bias with which ``_ENDING`` of equally likely tokens begin with a quotation mark."""
-    source = options.model_source
-    vocab_size = load_spec(resolve_model(options.model, source)).vocab_size
-    tokenizer = resolve_tokenizer(options.tokenizer or options.model, source)
-    quotes = quotes_of(tokenizer, vocab_size)
+    vocab_size = load_spec(resolve_model(options.model, options.model_source)).vocab_size
+    quotes = quotes_of(tokenizer_folder(options), vocab_size)
     odds = _ENDING / (1 - _ENDING) * (vocab_size - len(quotes)) / len(quotes)
     return tuple((token, math.log(odds)) for token in quotes)
 

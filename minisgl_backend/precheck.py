@@ -13,7 +13,8 @@ from minisgl_backend.adapter_options import check_adapters
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.parallel.nodes import check_nodes
-from minisgl_backend.parallel.place import RankPlace, check_comm, listen_at
+from minisgl_backend.parallel.place import RankPlace, check_comm
+from minisgl_backend.parallel.rendezvous import listen_at
 
 
 def device_type(options: EngineOptions) -> str | None:

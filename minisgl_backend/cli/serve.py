@@ -26,10 +26,11 @@ from minisgl_backend.models.spec import ModelSpec
 from minisgl_backend.parallel.nodes import check_nodes, read_secret, with_environment
 from minisgl_backend.server.health import HealthServer
 from minisgl_backend.server.installation import Installation, find_installation
-from minisgl_backend.server.launch import ServerOptions, numeric, raise_descriptor_limit
+from minisgl_backend.server.launch import ServerOptions, raise_descriptor_limit
 from minisgl_backend.server.log import Console, ConsoleHandler
 from minisgl_backend.server.node import FollowingNode
 from minisgl_backend.server.options import checked, located, options_as_text, with_modules
+from minisgl_backend.server.ports import numeric
 from minisgl_backend.server.process import TritonServer
 from minisgl_backend.server.repository import shipped_repository
 from minisgl_backend.server.stop_event import StopEvent

@@ -41,7 +41,8 @@ from minisgl_backend.execution.node_handshake import (
     prepare,
 )
 from minisgl_backend.execution.rank_channel import MOST_BYTES, FollowerEnd, Peer
-from minisgl_backend.parallel.place import RankPlace, listen_at
+from minisgl_backend.parallel.place import RankPlace
+from minisgl_backend.parallel.rendezvous import listen_at
 from minisgl_backend.request import IntArray
 
 logger = logging.getLogger(__name__)

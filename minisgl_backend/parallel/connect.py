@@ -18,8 +18,9 @@ from minisgl_backend import packages
 from minisgl_backend.errors import ConfigError, EngineFailure
 from minisgl_backend.kernels.dispatch import can_start_early
 from minisgl_backend.parallel.group import FusedSum, Group
-from minisgl_backend.parallel.place import COMMS, RankPlace, check_comm, listen_at
+from minisgl_backend.parallel.place import COMMS, RankPlace, check_comm
 from minisgl_backend.parallel.pynccl import pynccl_group
+from minisgl_backend.parallel.rendezvous import listen_at
 from minisgl_backend.parallel.torch_group import gloo_group, nccl_group
 
 _LEAST_STORE_S: Final = 60.0

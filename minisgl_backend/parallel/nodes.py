@@ -15,7 +15,8 @@ from typing import Final
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.file_names import reachable
-from minisgl_backend.parallel.place import host_and_port, is_loopback
+from minisgl_backend.parallel.place import host_and_port
+from minisgl_backend.parallel.rendezvous import is_loopback
 
 SECRET_VARIABLE: Final = "MINISGL_NODE_SECRET"
 _LEAST_SECRET_BYTES: Final = 16

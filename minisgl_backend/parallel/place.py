@@ -1,4 +1,4 @@
-"""Where the ranks of one engine meet, in the terms of PyTorch's launcher ``torchrun``.
+"""The places of one engine's ranks, in the terms of PyTorch's launcher ``torchrun``.
 
 A rank reads its place from RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. These are set by whatever
 starts its process: rank 0 for the ranks of its host, ``server.node`` on another host. Nothing here
@@ -10,24 +10,14 @@ mix. Must not import torch, since ``precheck`` reads places before anything is l
 
 from __future__ import annotations
 
-import errno
-import ipaddress
-import socket
-import threading
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Final
 
 from minisgl_backend.errors import ConfigError
 
 _LOOPBACK: Final = "127.0.0.1"
-_BACKLOG: Final = 128
-_LOOK_UP_S: Final = 5.0
-"""How long looking up a host's name may take."""
-_NAMED_WITHIN_S: Final = 60.0
-_LOOK_UP_EVERY_S: Final = 0.5
 COMMS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {"cpu": ("gloo",), "cuda": ("nccl", "pynccl", "cuda")}
 )
@@ -118,70 +108,3 @@ def host_and_port(address: str) -> tuple[str, int]:
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
         raise ConfigError(f"rendezvous must be HOST:PORT, got {address!r}")
     return host.strip("[]"), int(port)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only processes on this machine can reach this host."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def listen_at(place: RankPlace) -> socket.socket:
-    """A socket that listens at the place's host and port, and at no other address.
-
-    Returns or raises ``ConfigError`` within seconds, or within a minute if there are several hosts.
-    PyTorch would look for a missing host for two minutes, and then show frames of its own code.
-    """
-    where = f"rendezvous {place.host}:{place.port}"
-    code = 0
-    for family, address in _addresses(place):
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind(address)
-            listener.listen(_BACKLOG)
-        except OSError as error:
-            code = error.errno or errno.EADDRNOTAVAIL
-            listener.close()
-        else:
-            return listener
-    if code == errno.EADDRINUSE:
-        raise ConfigError(f"{where} cannot be used: the port is taken")
-    if code == errno.EACCES:
-        raise ConfigError(f"{where} cannot be used: this user may not listen at the port")
-    raise ConfigError(
-        f"{where} is not an address of this machine: rank 0 listens there, so it must be one"
-    )
-
-
-def _addresses(place: RankPlace) -> list[tuple[socket.AddressFamily, tuple[Any, ...]]]:
-    """The addresses that the place's host and port stand for.
-
-    In a cluster, a machine may be running before others can resolve its name. So with several
-    hosts, this waits for a name that is not known yet.
-    """
-    found: list[tuple[socket.AddressFamily, tuple[Any, ...]]] = []
-    patience_s = _LOOK_UP_S if place.is_one_host else _NAMED_WITHIN_S
-    until_s = time.monotonic() + patience_s
-    cause = f"its name was not found within {patience_s:g} s"
-
-    def look_up() -> None:
-        nonlocal cause
-        while not found:
-            try:
-                entries = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)
-                found.extend((family, address) for family, _, _, _, address in entries)
-            except (OSError, UnicodeError):  # the latter if no host can have such a name
-                cause = "there is no host of this name"
-                if place.is_one_host or time.monotonic() > until_s:
-                    return
-                time.sleep(_LOOK_UP_EVERY_S)
-
-    thread = threading.Thread(target=look_up, name="look up", daemon=True)
-    thread.start()
-    thread.join(patience_s)
-    if not found:
-        raise ConfigError(f"rendezvous {place.host}:{place.port} cannot be used: {cause}")
-    return found

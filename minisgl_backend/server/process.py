@@ -37,8 +37,9 @@ from minisgl_backend.runtime_files import (
 from minisgl_backend.server import triton_http
 from minisgl_backend.server.directory import make_directory, regions, sweep
 from minisgl_backend.server.installation import Installation
-from minisgl_backend.server.launch import ServerOptions, launch, with_ports
+from minisgl_backend.server.launch import ServerOptions, launch
 from minisgl_backend.server.log import failure_in_log, load_failure
+from minisgl_backend.server.ports import with_ports
 from minisgl_backend.server.progress import STUCK_AFTER_S, Progress
 from minisgl_backend.server.repository import copy_repository, with_plain_folders
 

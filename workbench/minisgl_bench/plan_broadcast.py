@@ -26,7 +26,8 @@ from minisgl_backend.execution.followers import Followers, import_path
 from minisgl_backend.execution.node_channel import NodeFollowerEnd, OtherNodes
 from minisgl_backend.execution.node_handshake import NodePlace, knock
 from minisgl_backend.execution.rank_channel import FollowerEnd, HostFollowerEnd
-from minisgl_backend.parallel.place import RankPlace, listen_at
+from minisgl_backend.parallel.place import RankPlace
+from minisgl_backend.parallel.rendezvous import listen_at
 from minisgl_backend.plan import StepPlan, decode_plan, encode_plan
 from minisgl_bench.planner import decoding_plan
 from minisgl_kit.report import Report, json_option

@@ -13,7 +13,8 @@ from minisgl_backend.build import build_engine
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.parallel.nodes import read_secret, with_environment
-from minisgl_backend.parallel.place import RankPlace, is_loopback, listen_at
+from minisgl_backend.parallel.place import RankPlace
+from minisgl_backend.parallel.rendezvous import is_loopback, listen_at
 from minisgl_backend.precheck import check_options
 from minisgl_backend.tensor_parallel import with_own
 from minisgl_check.machines import free_port
@@ -182,7 +183,7 @@ def test_a_name_may_come_late_on_several_nodes(monkeypatch: pytest.MonkeyPatch) 
             raise socket.gaierror(socket.EAI_NONAME, "not yet")
         return look_up("127.0.0.1", *others, **named)
 
-    monkeypatch.setattr("minisgl_backend.parallel.place._LOOK_UP_EVERY_S", 0.01)
+    monkeypatch.setattr("minisgl_backend.parallel.rendezvous._LOOK_UP_EVERY_S", 0.01)
     monkeypatch.setattr(socket, "getaddrinfo", late)
     port = free_port("127.0.0.1")
     with pytest.raises(ConfigError, match="there is no host of this name"):

@@ -33,9 +33,10 @@ from minisgl_backend.runtime_files import QUEUE_OPEN, Heartbeat, State
 from minisgl_backend.server import process
 from minisgl_backend.server.directory import make_directory, sweep
 from minisgl_backend.server.installation import Installation, find_installation
-from minisgl_backend.server.launch import ServerOptions, command_line, numeric, with_ports
+from minisgl_backend.server.launch import ServerOptions, command_line
 from minisgl_backend.server.log import Console, failure_in_log
 from minisgl_backend.server.options import located, options_as_text, with_modules
+from minisgl_backend.server.ports import numeric, with_ports
 from minisgl_backend.server.process import BrokenStart, TritonServer
 from minisgl_backend.server.repository import shipped_repository, with_parameters
 from tests.waiting import wait_until

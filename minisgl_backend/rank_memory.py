@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import torch
 
-from minisgl_backend.attention.base import KVScale
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.execution.states import StateStorage, bytes_per_slot, pending_bytes
@@ -20,6 +19,7 @@ from minisgl_backend.execution.storage import (
     bytes_per_page,
     choose_num_pages,
 )
+from minisgl_backend.kernels.paged_kv import KVScale
 from minisgl_backend.kernels.sampling_table import SamplingTable
 from minisgl_backend.models.kv_scales import read_kv_scales
 from minisgl_backend.models.spec import DeltaSpec

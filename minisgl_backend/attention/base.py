@@ -14,10 +14,11 @@ Knows positions, pages and shapes. Must not know requests, plans or how pages ar
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
+from minisgl_backend.kernels.paged_kv import PagedKV
 from minisgl_backend.plan import NO_GROUPS, Groups
 from minisgl_backend.request import IntArray
 
@@ -112,14 +113,6 @@ class AttentionShape:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class KVScale:
-    """The factors for a layer's keys and values if its pages hold float8."""
-
-    k: float = 1.0
-    v: float = 1.0
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSetting:
     """The model, pages, batches and device that a backend is made for.
@@ -150,26 +143,6 @@ class AttentionSetting:
     def windows(self) -> tuple[int | None, ...]:
         """The different windows of the layers."""
         return tuple(dict.fromkeys(self.shape.windows))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PagedKV:
-    """Keys and values of one layer, [num_pages + 1, page_size, num_kv_heads, head_dim].
-
-    If they are float8, they are multiplied by ``k_scale`` and ``v_scale`` (float32 [1]); ``scale``
-    holds the same two numbers on the host. Positions beyond a row's end are finite.
-
-    ``sinks`` [num_heads], in the type of the queries, add one more score, without a value, to each
-    softmax of a head (arXiv 2309.17453). The sink takes its part of the sum and contributes
-    nothing, so attention without sinks is multiplied by sigmoid(log-sum-exp - sink).
-    """
-
-    keys: Tensor
-    values: Tensor
-    k_scale: Tensor | None = None
-    v_scale: Tensor | None = None
-    scale: KVScale = field(default_factory=KVScale)
-    sinks: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -16,9 +16,9 @@ from minisgl_backend.attention.base import (
     GroupedDecode,
     LayerAttention,
     PagedAttention,
-    PagedKV,
     ScheduledDecode,
 )
+from minisgl_backend.kernels.paged_kv import PagedKV
 from minisgl_backend.plan import Groups
 from minisgl_backend.request import IntArray
 

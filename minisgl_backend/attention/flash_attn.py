@@ -12,13 +12,8 @@ from types import ModuleType
 
 from torch import Tensor
 
-from minisgl_backend.attention.base import (
-    AttentionSetting,
-    Chunks,
-    DecodeRows,
-    LayerAttention,
-    PagedKV,
-)
+from minisgl_backend.attention.base import AttentionSetting, Chunks, DecodeRows, LayerAttention
+from minisgl_backend.kernels.paged_kv import PagedKV
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -30,15 +30,10 @@ import torch
 from torch import Tensor
 
 from minisgl_backend import packages
-from minisgl_backend.attention.base import (
-    AttentionSetting,
-    Chunks,
-    DecodeRows,
-    LayerAttention,
-    PagedKV,
-)
+from minisgl_backend.attention.base import AttentionSetting, Chunks, DecodeRows, LayerAttention
 from minisgl_backend.device.base import HostArray
 from minisgl_backend.kernels.dispatch import num_processors
+from minisgl_backend.kernels.paged_kv import PagedKV
 from minisgl_backend.request import IntArray
 
 HEAD_DIMS: Final = (64, 128, 256)

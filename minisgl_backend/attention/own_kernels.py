@@ -18,7 +18,6 @@ from minisgl_backend.attention.base import (
     Chunks,
     DecodeRows,
     LayerAttention,
-    PagedKV,
 )
 from minisgl_backend.kernels.decode_attention import DecodeWorkspace, decode_attention
 from minisgl_backend.kernels.dispatch import num_processors
@@ -27,6 +26,7 @@ from minisgl_backend.kernels.invariant_attention import (
     invariant_prefill_attention,
     split_size,
 )
+from minisgl_backend.kernels.paged_kv import PagedKV
 from minisgl_backend.kernels.prefill_attention import prefill_attention
 from minisgl_backend.kernels.shared_attention import SharedAttention, SharedShape
 from minisgl_backend.plan import NO_GROUPS, Groups
@@ -44,8 +44,7 @@ class TritonPrefill:
     def _attend(self, chunks: Chunks, out: Tensor, q: Tensor, kv: PagedKV, layer: int) -> None:
         prefill_attention(
             q,
-            kv.keys,
-            kv.values,
+            kv,
             chunks.page_table,
             rows=chunks.rows,
             offsets=chunks.offsets,
@@ -53,9 +52,6 @@ class TritonPrefill:
             max_length=chunks.max_length,
             scale=self._shape.scale,
             window=self._shape.windows[layer],
-            k_scale=kv.k_scale,
-            v_scale=kv.v_scale,
-            sinks=kv.sinks,
             out=out,
         )
 
@@ -73,17 +69,13 @@ class TritonDecode:
     def _attend(self, rows: DecodeRows, out: Tensor, q: Tensor, kv: PagedKV, layer: int) -> None:
         decode_attention(
             q,
-            kv.keys,
-            kv.values,
+            kv,
             rows.page_table,
             rows.lengths,
             self._workspace,
             rows=rows.rows,
             scale=self._shape.scale,
             window=self._shape.windows[layer],
-            k_scale=kv.k_scale,
-            v_scale=kv.v_scale,
-            sinks=kv.sinks,
             out=out,
             pdl=rows.pdl,
         )
@@ -170,17 +162,13 @@ class CudaDecode:
         window = self._shape.windows[layer]
         self._kernel(
             q,
-            kv.keys,
-            kv.values,
+            kv,
             rows.page_table,
             rows.lengths,
             runs[window],
             rows=rows.rows,
             scale=self._shape.scale,
             window=window,
-            k_scale=kv.k_scale,
-            v_scale=kv.v_scale,
-            sinks=kv.sinks,
             out=out,
             grouped=grouped,
             pdl=rows.pdl,
@@ -209,8 +197,7 @@ class InvariantAttention:
     ) -> None:
         invariant_prefill_attention(
             q,
-            kv.keys,
-            kv.values,
+            kv,
             chunks.page_table,
             rows=chunks.rows,
             offsets=chunks.offsets,
@@ -218,8 +205,6 @@ class InvariantAttention:
             split=self._split,
             scale=self._shape.scale,
             window=self._shape.windows[layer],
-            k_scale=kv.k_scale,
-            v_scale=kv.v_scale,
             out=out,
         )
 
@@ -228,8 +213,7 @@ class InvariantAttention:
     ) -> None:
         invariant_decode_attention(
             q,
-            kv.keys,
-            kv.values,
+            kv,
             rows.page_table,
             rows.lengths,
             self._workspace,
@@ -237,8 +221,6 @@ class InvariantAttention:
             split=self._split,
             scale=self._shape.scale,
             window=self._shape.windows[layer],
-            k_scale=kv.k_scale,
-            v_scale=kv.v_scale,
             out=out,
             pdl=rows.pdl,
         )

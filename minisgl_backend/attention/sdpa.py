@@ -26,15 +26,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minisgl_backend.attention.base import (
-    AttentionSetting,
-    Chunks,
-    DecodeRows,
-    LayerAttention,
-    PagedKV,
-)
+from minisgl_backend.attention.base import AttentionSetting, Chunks, DecodeRows, LayerAttention
 from minisgl_backend.attention.query_blocks import Blocks
 from minisgl_backend.device.base import HostArray
+from minisgl_backend.kernels.paged_kv import PagedKV
 from minisgl_backend.plan import NO_GROUPS, Groups
 from minisgl_backend.request import IntArray
 

@@ -16,8 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minisgl_backend.attention.base import AttentionShape, KVScale, PagedKV
+from minisgl_backend.attention.base import AttentionShape
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.kernels.paged_kv import KVScale, PagedKV
 
 _COPIED_AT_ONCE: Final = 256
 _MOST_SLOTS: Final = 2**31

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from minisgl_backend.kernels.dispatch import at_least_float32, num_processors, use_triton
+from minisgl_backend.kernels.paged_kv import PagedKV
 
 MAX_SPLITS: Final = 32
 
@@ -49,8 +50,7 @@ def num_splits(batch_size: int, num_kv_heads: int, processors: int, max_length: 
 
 def decode_attention(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    kv: PagedKV,
     page_table: Tensor,
     lengths: Tensor,
     workspace: DecodeWorkspace,
@@ -58,21 +58,16 @@ def decode_attention(
     rows: Tensor | None = None,
     scale: float | None = None,
     window: int | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    sinks: Tensor | None = None,
     out: Tensor | None = None,
     pdl: bool = False,
 ) -> Tensor:
     """softmax(q k^T * scale) v for one query per row.
 
-    ``q`` [batch_size, num_heads, head_dim], rows may be strided; ``k_cache``, ``v_cache``
-    [num_pages, page_size, num_kv_heads, head_dim], with num_heads a multiple of num_kv_heads;
-    ``page_table`` int32 [num_rows, max_pages]; ``lengths`` int32 [batch_size], at least 1, since
-    the new token's position is included; ``rows`` int [batch_size]: each query's row of the page
-    table, by default its own index. With ``window`` only the last ``window`` positions are attended
-    to. What an fp8 cache holds is multiplied by ``k_scale``, ``v_scale`` float32 [1]. ``sinks``
-    [num_heads] are one more score per head, without a value.
+    ``q`` [batch_size, num_heads, head_dim], rows may be strided, with num_heads a multiple of the
+    pages' num_kv_heads; ``page_table`` int32 [num_rows, max_pages]; ``lengths`` int32 [batch_size],
+    at least 1, since the new token's position is included; ``rows`` int [batch_size]: each query's
+    row of the page table, by default its own index. With ``window`` only the last ``window``
+    positions are attended to.
     Returns [batch_size, num_heads, head_dim] in the dtype of ``q``, in ``out`` if that is given.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -80,17 +75,7 @@ def decode_attention(
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if not use_triton(q):
         attended = decode_attention_reference(
-            q,
-            k_cache,
-            v_cache,
-            page_table,
-            lengths,
-            rows=rows,
-            scale=scale,
-            window=window,
-            k_scale=k_scale,
-            v_scale=v_scale,
-            sinks=sinks,
+            q, kv, page_table, lengths, rows=rows, scale=scale, window=window
         )
         return out.copy_(attended)
     from minisgl_backend.kernels.triton_kernels.decode_attention_kernel import (
@@ -100,22 +85,18 @@ def decode_attention(
     launch_decode_attention(
         out,
         q,
-        k_cache,
-        v_cache,
+        kv,
         page_table,
         lengths,
         (workspace.outputs, workspace.lses, workspace.counters),
         rows=rows,
         scale=scale,
         window=window,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        sinks=sinks,
         splits=num_splits(
             len(q),
-            k_cache.shape[2],
+            kv.keys.shape[2],
             num_processors(q.device),
-            max_length=page_table.shape[1] * k_cache.shape[1],
+            max_length=page_table.shape[1] * kv.keys.shape[1],
         ),
         pdl=pdl,
     )
@@ -124,28 +105,22 @@ def decode_attention(
 
 def decode_attention_reference(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    kv: PagedKV,
     page_table: Tensor,
     lengths: Tensor,
     *,
     rows: Tensor | None = None,
     scale: float | None = None,
     window: int | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    sinks: Tensor | None = None,
 ) -> Tensor:
     """The twin of ``decode_attention``: one gather of all positions and a dense softmax."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     table = (page_table if rows is None else page_table[rows.long()]).long()
-    longest = table.shape[1] * k_cache.shape[1]
+    longest = table.shape[1] * kv.keys.shape[1]
     # [batch_size, longest, num_kv_heads, head_dim]
-    k = k_cache.view(torch.uint8)[table].view(k_cache.dtype) if _is_fp8(k_cache) else k_cache[table]
-    v = v_cache.view(torch.uint8)[table].view(v_cache.dtype) if _is_fp8(v_cache) else v_cache[table]
-    k, v = (at_least_float32(of.flatten(1, 2)) for of in (k, v))
-    if k_scale is not None and v_scale is not None:
-        k, v = k * k_scale, v * v_scale
+    k, v = (at_least_float32(_pages(of, table).flatten(1, 2)) for of in (kv.keys, kv.values))
+    if kv.k_scale is not None and kv.v_scale is not None:
+        k, v = k * kv.k_scale, v * kv.v_scale
     position = torch.arange(longest, device=q.device)
     seen = position < lengths[:, None]  # [batch_size, longest]
     if window is not None:
@@ -158,12 +133,15 @@ def decode_attention_reference(
     # unseen positions may hold anything, NaN included
     v = v.masked_fill(~seen[:, :, None, None], 0.0)
     weights = scores.softmax(dim=-1)
-    if sinks is not None:
-        of_heads = at_least_float32(sinks).view(num_kv_heads, -1)
+    if kv.sinks is not None:
+        of_heads = at_least_float32(kv.sinks).view(num_kv_heads, -1)
         weights = weights * (scores.logsumexp(dim=-1) - of_heads).sigmoid()[..., None]
     out = torch.einsum("bhgn,bnhd->bhgd", weights, v)
     return out.flatten(1, 2).to(q.dtype)
 
 
-def _is_fp8(cache: Tensor) -> bool:
-    return cache.dtype == torch.float8_e4m3fn
+def _pages(of_layer: Tensor, table: Tensor) -> Tensor:
+    """The pages of each row, [batch_size, max_pages, page_size, num_kv_heads, head_dim]."""
+    if of_layer.dtype == torch.float8_e4m3fn:  # only its bytes can be indexed on every device
+        return of_layer.view(torch.uint8)[table].view(of_layer.dtype)
+    return of_layer[table]

@@ -20,6 +20,7 @@ from minisgl_backend.kernels.decode_attention import (
     decode_attention_reference,
 )
 from minisgl_backend.kernels.dispatch import num_processors, use_triton
+from minisgl_backend.kernels.paged_kv import PagedKV
 from minisgl_backend.kernels.prefill_attention import prefill_attention_reference
 
 _LEAST_SPLIT: Final = 512
@@ -37,8 +38,7 @@ def split_size(max_length: int) -> int:
 
 def invariant_prefill_attention(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    kv: PagedKV,
     page_table: Tensor,
     *,
     rows: Tensor,
@@ -47,8 +47,6 @@ def invariant_prefill_attention(
     split: int,
     scale: float,
     window: int | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """``kernels.prefill_attention.prefill_attention``, with the same bits that
@@ -59,16 +57,13 @@ def invariant_prefill_attention(
         prefill_attention_reference(
             out,
             q,
-            k_cache,
-            v_cache,
+            kv,
             page_table,
             rows=rows,
             offsets=offsets,
             ends=ends,
             scale=scale,
             window=window,
-            k_scale=k_scale,
-            v_scale=v_scale,
         )
         return out
     from minisgl_backend.kernels.triton_kernels.invariant_attention_kernel import (
@@ -78,12 +73,11 @@ def invariant_prefill_attention(
     # Small and large tiles take different tensor core instructions, and for small tiles Triton puts
     # float8 products in another order. So with fp8 pages chunks have small tiles, like decoding
     # rows.
-    is_fp8 = k_scale is not None
+    is_fp8 = kv.k_scale is not None
     launch_invariant_attention(
         out,
         q,
-        k_cache,
-        v_cache,
+        kv,
         page_table,
         None,
         rows=rows,
@@ -91,8 +85,6 @@ def invariant_prefill_attention(
         ends=ends,
         scale=scale,
         window=window,
-        k_scale=k_scale,
-        v_scale=v_scale,
         tile=32 if is_fp8 else 128,
         block=_BLOCK,
         split=split,
@@ -106,8 +98,7 @@ def invariant_prefill_attention(
 
 def invariant_decode_attention(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    kv: PagedKV,
     page_table: Tensor,
     lengths: Tensor,
     workspace: DecodeWorkspace,
@@ -116,8 +107,6 @@ def invariant_decode_attention(
     split: int,
     scale: float,
     window: int | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
     out: Tensor | None = None,
     pdl: bool = False,
 ) -> Tensor:
@@ -127,16 +116,7 @@ def invariant_decode_attention(
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if not use_triton(q):
         attended = decode_attention_reference(
-            q,
-            k_cache,
-            v_cache,
-            page_table,
-            lengths,
-            rows=rows,
-            scale=scale,
-            window=window,
-            k_scale=k_scale,
-            v_scale=v_scale,
+            q, kv, page_table, lengths, rows=rows, scale=scale, window=window
         )
         return out.copy_(attended)
     from minisgl_backend.kernels.triton_kernels.invariant_attention_kernel import (
@@ -146,8 +126,7 @@ def invariant_decode_attention(
     launch_invariant_attention(
         out,
         q,
-        k_cache,
-        v_cache,
+        kv,
         page_table,
         (workspace.outputs, workspace.lses, workspace.counters),
         rows=rows,
@@ -155,12 +134,10 @@ def invariant_decode_attention(
         ends=lengths,
         scale=scale,
         window=window,
-        k_scale=k_scale,
-        v_scale=v_scale,
         tile=16,
         block=_BLOCK,
         split=split,
-        programs=_num_programs(len(q) * k_cache.shape[2], num_processors(q.device)),
+        programs=_num_programs(len(q) * kv.keys.shape[2], num_processors(q.device)),
         stages=3,
         num_warps=4,
         pdl=pdl,

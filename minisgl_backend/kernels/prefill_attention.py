@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from minisgl_backend.kernels.dispatch import at_least_float32, use_triton
+from minisgl_backend.kernels.paged_kv import PagedKV
 
 
 def prefill_attention(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    kv: PagedKV,
     page_table: Tensor,
     *,
     rows: Tensor,
@@ -27,22 +27,17 @@ def prefill_attention(
     max_length: int,
     scale: float,
     window: int | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    sinks: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of chunks, each of which is the last positions before its end.
 
     ``q`` [num_tokens, num_heads, head_dim], tokens may be strided. Chunks come one after another;
-    tokens before and after them are left alone. ``k_cache``, ``v_cache``
-    [num_pages, page_size, num_kv_heads, head_dim]; ``page_table`` int32 [num_rows, max_pages]. For
+    tokens before and after them are left alone. ``page_table`` int32 [num_rows, max_pages]. For
     each chunk, in int32: ``rows`` [num_chunks] of the page table; ``offsets`` [num_chunks + 1] into
     the tokens; ``ends`` [num_chunks], the row's positions up to and including the chunk's last. A
     chunk may be empty. ``max_length`` is the most tokens of a chunk. With ``window`` a query
-    attends to that number of positions, its own included. What an fp8 cache holds is multiplied by
-    ``k_scale``, ``v_scale`` float32 [1]. ``sinks`` [num_heads] are one more score per head, without
-    a value. Returns [num_tokens, num_heads, head_dim], in ``out`` if that is given.
+    attends to that number of positions, its own included. Returns [num_tokens, num_heads,
+    head_dim], in ``out`` if that is given.
     """
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -50,17 +45,13 @@ def prefill_attention(
         prefill_attention_reference(
             out,
             q,
-            k_cache,
-            v_cache,
+            kv,
             page_table,
             rows=rows,
             offsets=offsets,
             ends=ends,
             scale=scale,
             window=window,
-            k_scale=k_scale,
-            v_scale=v_scale,
-            sinks=sinks,
         )
         return out
     from minisgl_backend.kernels.triton_kernels.prefill_attention_kernel import (
@@ -70,8 +61,7 @@ def prefill_attention(
     launch_prefill_attention(
         out,
         q,
-        k_cache,
-        v_cache,
+        kv,
         page_table,
         rows=rows,
         offsets=offsets,
@@ -79,9 +69,6 @@ def prefill_attention(
         max_length=max_length,
         scale=scale,
         window=window,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        sinks=sinks,
     )
     return out
 
@@ -89,8 +76,7 @@ def prefill_attention(
 def prefill_attention_reference(
     out: Tensor,
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    kv: PagedKV,
     page_table: Tensor,
     *,
     rows: Tensor,
@@ -98,23 +84,20 @@ def prefill_attention_reference(
     ends: Tensor,
     scale: float,
     window: int | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    sinks: Tensor | None = None,
 ) -> None:
     """The twin of ``prefill_attention``: one chunk after another, with a dense softmax. Fills
     ``out``."""
-    page_size, num_kv_heads = k_cache.shape[1:3]
+    page_size, num_kv_heads = kv.keys.shape[1:3]
     group = q.shape[1] // num_kv_heads
     grouped_q = q.reshape(len(q), num_kv_heads, group, q.shape[2])
     borders = offsets.tolist()
     for chunk, (row, end) in enumerate(zip(rows.tolist(), ends.tolist(), strict=True)):
         tokens = slice(borders[chunk], borders[chunk + 1])
         pages = page_table[row, : -(-end // page_size)].long()
-        k = at_least_float32(k_cache[pages].flatten(0, 1)[:end])  # [end, num_kv_heads, head_dim]
-        v = at_least_float32(v_cache[pages].flatten(0, 1)[:end])
-        if k_scale is not None and v_scale is not None:
-            k, v = k * k_scale, v * v_scale
+        k = at_least_float32(kv.keys[pages].flatten(0, 1)[:end])  # [end, num_kv_heads, head_dim]
+        v = at_least_float32(kv.values[pages].flatten(0, 1)[:end])
+        if kv.k_scale is not None and kv.v_scale is not None:
+            k, v = k * kv.k_scale, v * kv.v_scale
         grouped = at_least_float32(grouped_q[tokens])
         scores = torch.einsum("thgd,nhd->hgtn", grouped, k) * scale  # [heads, group, tokens, end]
         key = torch.arange(end, device=q.device)
@@ -124,7 +107,7 @@ def prefill_attention_reference(
             hidden |= key <= query - window
         scores = scores.masked_fill(hidden, -math.inf)
         weights = scores.softmax(dim=-1)
-        if sinks is not None:
-            of_heads = at_least_float32(sinks).view(num_kv_heads, group, 1)
+        if kv.sinks is not None:
+            of_heads = at_least_float32(kv.sinks).view(num_kv_heads, group, 1)
             weights = weights * (scores.logsumexp(dim=-1) - of_heads).sigmoid()[..., None]
         out[tokens] = torch.einsum("hgtn,nhd->thgd", weights, v).flatten(1, 2).to(out.dtype)

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minisgl_backend.kernels.dispatch import at_least_float32, use_triton
+from minisgl_backend.kernels.paged_kv import PagedKV
 from minisgl_backend.kernels.quantized import FP8_MAX
 
 
@@ -57,8 +58,7 @@ class TokenPlaces:
 def qk_norm_rope_store(
     qkv: Tensor,
     places: TokenPlaces,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    kv: PagedKV,
     *,
     num_heads: int,
     head_weights: Tensor | None = None,
@@ -67,8 +67,6 @@ def qk_norm_rope_store(
     value_norm: bool = False,
     keys_are_values: bool = False,
     eps: float = 1e-6,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
     pdl: bool = False,
 ) -> Tensor:
     """Norm, rotate and store; returns q [num_tokens, num_heads, head_dim].
@@ -77,8 +75,7 @@ def qk_norm_rope_store(
     If it is ``gated``, head_dim more numbers follow each head of q (``gates_of``). If
     ``keys_are_values``, there are no heads of v: those of k are taken, as they are in ``qkv``. With
     ``value_norm`` v is normalized, without a weight.
-    ``k_cache``, ``v_cache`` [num_pages, page_size, num_kv_heads, head_dim], of float8_e4m3fn if
-    ``k_scale`` and ``v_scale`` (float32 [1]) are given: then they hold k / k_scale and v / v_scale.
+    Pages of float8_e4m3fn, which have scales, hold k / k_scale and v / v_scale.
     ``head_weights`` [num_heads + num_kv_heads, head_dim]: the norm's weight for each head of q and
     k; all heads of q have the same weight, and so do all heads of k. With ``norm_last`` these are
     normalized after they were rotated.
@@ -87,8 +84,7 @@ def qk_norm_rope_store(
         return qk_norm_rope_store_reference(
             qkv,
             places,
-            k_cache,
-            v_cache,
+            kv,
             num_heads=num_heads,
             head_weights=head_weights,
             norm_last=norm_last,
@@ -96,19 +92,17 @@ def qk_norm_rope_store(
             value_norm=value_norm,
             keys_are_values=keys_are_values,
             eps=eps,
-            k_scale=k_scale,
-            v_scale=v_scale,
         )
     from minisgl_backend.kernels.triton_kernels.rope_store_kernel import launch_qk_norm_rope_store
 
-    q = torch.empty((len(qkv), num_heads, k_cache.shape[-1]), dtype=qkv.dtype, device=qkv.device)
+    q = torch.empty((len(qkv), num_heads, kv.keys.shape[-1]), dtype=qkv.dtype, device=qkv.device)
     launch_qk_norm_rope_store(
         q,
         qkv,
         places.positions,
         places.slots,
         places.cos_sin,
-        (k_cache, v_cache),
+        kv,
         gated=gated,
         value_norm=value_norm,
         keys_are_values=keys_are_values,
@@ -116,8 +110,6 @@ def qk_norm_rope_store(
         k_weight=None if head_weights is None else head_weights[num_heads],
         norm_last=norm_last,
         eps=eps,
-        k_scale=k_scale,
-        v_scale=v_scale,
         interleaved=places.interleaved,
         pdl=pdl,
     )
@@ -127,8 +119,7 @@ def qk_norm_rope_store(
 def qk_norm_rope_store_reference(
     qkv: Tensor,
     places: TokenPlaces,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    kv: PagedKV,
     *,
     num_heads: int,
     head_weights: Tensor | None = None,
@@ -137,11 +128,9 @@ def qk_norm_rope_store_reference(
     value_norm: bool = False,
     keys_are_values: bool = False,
     eps: float = 1e-6,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
 ) -> Tensor:
     """The twin of ``qk_norm_rope_store``; float64 stays float64."""
-    num_kv_heads, head_dim = k_cache.shape[-2:]
+    num_kv_heads, head_dim = kv.keys.shape[-2:]
     heads = qkv.view(qkv.shape[0], -1, head_dim)
     if gated:
         asked, others = heads.tensor_split([2 * num_heads], dim=1)
@@ -159,8 +148,8 @@ def qk_norm_rope_store_reference(
     if not norm_last:
         qk = _rotated(qk, places)
     q, k = qk.tensor_split([num_heads], dim=1)
-    _store(k_cache, places, k, k_scale)
-    _store(v_cache, places, v, v_scale)
+    _store(kv.keys, places, k, kv.k_scale)
+    _store(kv.values, places, v, kv.v_scale)
     return q.to(qkv.dtype)
 
 

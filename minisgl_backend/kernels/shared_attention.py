@@ -23,6 +23,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from minisgl_backend.kernels.paged_kv import PagedKV
 from minisgl_backend.request import IntArray
 
 _Counts: TypeAlias = npt.NDArray[np.int64]
@@ -259,15 +260,13 @@ class SharedAttention:
     def __call__(
         self,
         q: Tensor,
-        keys: Tensor,
-        values: Tensor,
+        kv: PagedKV,
         page_table: Tensor,
         lengths: Tensor,
         *,
         rows: Tensor | None,
         scale: float,
         window: int | None,
-        k_scale: Tensor | None,
         pdl: bool,
     ) -> None:
         """Fill the partial results that ``words`` lists; see ``decode_attention`` for arguments."""
@@ -280,8 +279,7 @@ class SharedAttention:
             self.values,
             self.sums,
             q,
-            keys,
-            values,
+            kv,
             page_table,
             lengths,
             self.words,
@@ -296,6 +294,5 @@ class SharedAttention:
             num_programs=cut.per_processor * table.shape.processors,
             scale=scale,
             window=window,
-            k_scale=k_scale,
             pdl=pdl,
         )

@@ -20,12 +20,13 @@ from typing import TYPE_CHECKING, Final, TypeAlias, cast
 import torch
 from torch import Tensor, nn
 
-from minisgl_backend.attention.base import Attend, PagedKV
+from minisgl_backend.attention.base import Attend
 from minisgl_backend.kernels.activation import soft_cap
 from minisgl_backend.kernels.adapters import AdaptedTokens
 from minisgl_backend.kernels.dispatch import can_start_early
 from minisgl_backend.kernels.gated_delta import LayerStates
 from minisgl_backend.kernels.linear_cut import MAX_TOKENS
+from minisgl_backend.kernels.paged_kv import PagedKV
 from minisgl_backend.kernels.rope_store import TokenPlaces
 from minisgl_backend.kernels.small_batch import MAX_BATCH_SIZE
 from minisgl_backend.layers.embedding import OutputHead, VocabEmbedding

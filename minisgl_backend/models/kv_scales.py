@@ -20,8 +20,8 @@ import re
 from pathlib import Path
 from typing import Final
 
-from minisgl_backend.attention.base import KVScale
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.kernels.paged_kv import KVScale
 from minisgl_backend.models.checkpoint import weight_files
 from minisgl_backend.models.tensor_names import TensorNames
 from minisgl_backend.models.weights import open_tensors

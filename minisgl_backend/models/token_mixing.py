@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor, nn
 
-from minisgl_backend.attention.base import Attend, PagedKV
+from minisgl_backend.attention.base import Attend
 from minisgl_backend.kernels.activation import sigmoid_mul
 from minisgl_backend.kernels.adapters import AdaptedTokens
 from minisgl_backend.kernels.delta_runs import Runs
 from minisgl_backend.kernels.linear_cut import HEAD_DIMS
+from minisgl_backend.kernels.paged_kv import PagedKV
 from minisgl_backend.kernels.rope_store import (
     TokenPlaces,
     gates_of,
@@ -236,17 +237,12 @@ class SelfAttention(nn.Module):
             q = kernel(
                 rows,
                 self.qkv_proj.matrix.operand,
-                places.positions,
-                places.slots,
-                places.cos_sin,
-                kv.keys,
-                kv.values,
+                places,
+                kv,
                 squares=squares,
                 eps=x.eps if norm is None else self.eps,  # without head norms, the input norm's
                 q_weight=None if head_norm is None else head_norm.q,
                 k_weight=None if head_norm is None else head_norm.k,
-                k_scale=kv.k_scale,
-                v_scale=kv.v_scale,
                 bias=self.qkv_proj.bias,
                 adaptation=adaptation_of(self.qkv_proj, step.adapted),
                 pdl=step.pdl,
@@ -262,8 +258,7 @@ class SelfAttention(nn.Module):
         q = qk_norm_rope_store(
             qkv,
             places,
-            kv.keys,
-            kv.values,
+            kv,
             num_heads=self.num_heads,
             head_weights=None if head_norm is None else head_norm.weight,
             norm_last=self._norm_last,
@@ -271,8 +266,6 @@ class SelfAttention(nn.Module):
             value_norm=self.value_norm,
             keys_are_values=self.keys_are_values,
             eps=self.eps,
-            k_scale=kv.k_scale,
-            v_scale=kv.v_scale,
             pdl=step.pdl,
         )
         return q, gates_of(qkv, self.num_heads, self.head_dim) if self.is_gated else None

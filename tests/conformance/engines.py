@@ -11,7 +11,7 @@ from types import TracebackType
 import numpy as np
 import torch
 
-from minisgl_backend.attention.base import AttentionSetting, KVScale
+from minisgl_backend.attention.base import AttentionSetting
 from minisgl_backend.attention.choose import choose_attention
 from minisgl_backend.cache.kv import KVCache
 from minisgl_backend.cache.naive_cache import NaiveCache
@@ -25,6 +25,7 @@ from minisgl_backend.execution.executor import ModelExecutor
 from minisgl_backend.execution.stages import ExecutorLimits
 from minisgl_backend.execution.states import StateStorage
 from minisgl_backend.execution.storage import KVStorage
+from minisgl_backend.kernels.paged_kv import KVScale
 from minisgl_backend.kernels.quantized import FP8_MAX
 from minisgl_backend.models.adapter_slots import AdapterSlots
 from minisgl_backend.models.build import build_model

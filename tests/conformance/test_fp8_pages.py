@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from minisgl_backend import LLM
-from minisgl_backend.attention.base import KVScale
 from minisgl_backend.config import DEMO_MODEL
+from minisgl_backend.kernels.paged_kv import KVScale
 from minisgl_backend.models.decoder import Decoder
 from minisgl_backend.request import SamplingParams
 from tests.conformance.checkpoints import CONTEXT, VOCAB_SIZE, write_checkpoint

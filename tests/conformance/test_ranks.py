@@ -11,12 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from minisgl_backend.attention.base import AttentionSetting, Chunks, PagedKV
+from minisgl_backend.attention.base import AttentionSetting, Chunks
 from minisgl_backend.attention.choose import choose_attention
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.execution.states import StateStorage
 from minisgl_backend.execution.storage import KVStorage
 from minisgl_backend.kernels.delta_runs import Run, Runs
+from minisgl_backend.kernels.paged_kv import PagedKV
 from minisgl_backend.model_check import checked_spec
 from minisgl_backend.models.build import build_model
 from minisgl_backend.models.token_mixing import RecurrentRows

@@ -10,6 +10,7 @@ from transformers import LlamaConfig, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
+from minisgl_backend.kernels.paged_kv import PagedKV
 from minisgl_backend.kernels.rope_store import TokenPlaces, qk_norm_rope_store
 from minisgl_backend.models.catalog import parse_spec
 from minisgl_backend.models.rope import rotary_table
@@ -151,8 +152,7 @@ def test_rotation_turns_pairs_by_the_angle(dtype: torch.dtype) -> None:
     turned = qk_norm_rope_store(
         torch.cat([x.flatten(1), torch.zeros(50, 16)], dim=1).to(dtype),  # one head of k, one of v
         TokenPlaces(torch.arange(50), torch.arange(50), table),
-        pages,
-        pages.clone(),
+        PagedKV(keys=pages, values=pages.clone()),
         num_heads=3,
     )
     # A pair (i, i + 4) is a complex number; rotation multiplies it by exp(i * angle).

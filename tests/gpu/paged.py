@@ -19,10 +19,9 @@ from minisgl_backend.attention.base import (
     AttentionShape,
     Chunks,
     DecodeRows,
-    KVScale,
     PagedAttention,
-    PagedKV,
 )
+from minisgl_backend.kernels.paged_kv import KVScale, PagedKV
 from minisgl_backend.request import IntArray
 
 MAX_ROWS = 40

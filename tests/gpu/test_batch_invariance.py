@@ -17,6 +17,7 @@ from minisgl_backend.kernels.invariant_attention import (
     invariant_decode_attention,
     invariant_prefill_attention,
 )
+from minisgl_backend.kernels.paged_kv import PagedKV
 from minisgl_backend.kernels.prefill_attention import prefill_attention_reference
 from minisgl_backend.kernels.routing import Choices
 from minisgl_bench.dummy_model import SHAPES, write_dummy_model
@@ -94,13 +95,9 @@ def test_attention(
     pages = torch.randn(2, table.numel(), page_size, num_kv_heads, head_dim, device=device)
     keys, values = pages.to(torch.float8_e4m3fn if fp8 else dtype)
     one = torch.ones(1, device=device) if fp8 else None
+    kv = PagedKV(keys=keys, values=values, k_scale=one, v_scale=one)
     q = torch.randn(sum(lengths), num_heads, head_dim, device=device).to(dtype)
-    fixed: dict[str, Any] = {
-        "scale": head_dim**-0.5,
-        "window": window,
-        "k_scale": one,
-        "v_scale": one,
-    }
+    fixed: dict[str, Any] = {"scale": head_dim**-0.5, "window": window}
 
     def ints(values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)
@@ -116,8 +113,7 @@ def test_attention(
                 offsets.append(offsets[-1] + end - begin)
         return invariant_prefill_attention(
             q,
-            keys,
-            values,
+            kv,
             table,
             rows=ints(rows),
             offsets=ints(offsets),
@@ -134,8 +130,7 @@ def test_attention(
     prefill_attention_reference(
         expected,
         q,
-        keys,
-        values,
+        kv,
         table,
         rows=ints(list(range(len(lengths)))),
         offsets=borders,
@@ -151,8 +146,7 @@ def test_attention(
         tokens = torch.randperm(len(q), device=device)[:batch]
         found = invariant_decode_attention(
             q[tokens],
-            keys,
-            values,
+            kv,
             table,
             token_ends[tokens],
             workspace,

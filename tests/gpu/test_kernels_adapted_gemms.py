@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -12,6 +14,7 @@ from minisgl_backend.kernels.adapters import Adaptation, AdapterMemory
 from minisgl_backend.kernels.dispatch import is_interpreted
 from minisgl_backend.kernels.linear_cut import Cut
 from minisgl_backend.kernels.packed_weight import PackedWeight
+from minisgl_backend.kernels.paged_kv import PagedKV
 from minisgl_backend.kernels.rope_store import TokenPlaces, qk_norm_rope_store_reference
 from minisgl_backend.request import IntArray
 from tests.gpu.adaptations import (
@@ -230,33 +233,26 @@ def check_adapted_heads(
     for adaptation in adaptations(memory, batch, RANKS, device):
         pages = torch.zeros((40, 2, PAGE_SIZE, num_kv_heads, head_dim), device=device).to(dtype)
         expected_pages = pages.clone()
+        kv = PagedKV(keys=pages[:, 0], values=pages[:, 1], k_scale=scales[0], v_scale=scales[1])
         found = kernel(
             scaled,
             weight,
-            positions,
-            slots,
-            places.cos_sin,
-            pages[:, 0],
-            pages[:, 1],
+            places,
+            kv,
             squares=squares_of(x),
             eps=EPS,
             q_weight=q_weight,
             k_weight=k_weight,
-            k_scale=scales[0],
-            v_scale=scales[1],
             adaptation=adaptation,
             pdl=True,
         )
         expected = qk_norm_rope_store_reference(
             (product(scaled, numbers, adaptation) * scale_of(x)).float(),
             places,
-            expected_pages[:, 0],
-            expected_pages[:, 1],
+            replace(kv, keys=expected_pages[:, 0], values=expected_pages[:, 1]),
             num_heads=num_heads,
             head_weights=torch.stack([q_weight] * num_heads + [k_weight] * num_kv_heads),
             eps=EPS,
-            k_scale=scales[0],
-            v_scale=scales[1],
         )
         assert_close(found, expected.bfloat16())
         tolerance = 0.05 if fp8 else 8e-3

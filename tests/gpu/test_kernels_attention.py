@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from minisgl_backend.kernels import decode_attention, prefill_attention, rope_store
 from minisgl_backend.kernels.dispatch import is_interpreted
+from minisgl_backend.kernels.paged_kv import PagedKV
 from tests.gpu.compare import assert_close
 
 
@@ -21,8 +23,9 @@ def paged_cache(
     head_dim: int,
     dtype: torch.dtype,
     device: torch.device,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """K, V and page table of shuffled pages; positions that no row holds are NaN."""
+) -> tuple[PagedKV, Tensor]:
+    """Shuffled pages and their table; positions that no row holds are NaN. Pages of float8 have
+    scales."""
     pages_of = [-(-length // page_size) for length in lengths]
     num_pages = sum(pages_of) + 3
     shape = (num_pages, page_size, num_kv_heads, head_dim)
@@ -39,7 +42,11 @@ def paged_cache(
             k[page, :used] = torch.randn(used, *shape[2:], device=device)
             v[page, :used] = torch.randn(used, *shape[2:], device=device)
         start += count
-    return k.to(dtype), v.to(dtype), table.to(device)
+    k_scale, v_scale = None, None
+    if dtype == torch.float8_e4m3fn:
+        k_scale, v_scale = torch.tensor([[0.5], [2.0]], device=device)
+    kv = PagedKV(keys=k.to(dtype), values=v.to(dtype), k_scale=k_scale, v_scale=v_scale)
+    return kv, table.to(device)
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 64])
@@ -56,7 +63,7 @@ def test_decode_attention(
     window: int | None,
 ) -> None:
     lengths = [1, 63, 64, 65, 300]
-    k, v, table = paged_cache(
+    kv, table = paged_cache(
         lengths,
         page_size=page_size,
         num_kv_heads=num_kv_heads,
@@ -67,10 +74,10 @@ def test_decode_attention(
     q = torch.randn(len(lengths), num_heads, head_dim, device=device).to(dtype)
     workspace = decode_attention.DecodeWorkspace(8, num_heads, head_dim, device)
     on_device = torch.tensor(lengths, dtype=torch.int32, device=device)
-    expected = decode_attention.decode_attention_reference(q, k, v, table, on_device, window=window)
+    expected = decode_attention.decode_attention_reference(q, kv, table, on_device, window=window)
     for _ in range(2):  # the second launch finds the counters as the first one left them
         actual = decode_attention.decode_attention(
-            q, k, v, table, on_device, workspace, window=window
+            q, kv, table, on_device, workspace, window=window
         )
         assert_close(actual, expected)
     assert not workspace.counters.any()
@@ -79,7 +86,7 @@ def test_decode_attention(
 def test_decode_attention_of_permuted_rows_and_strided_q(
     device: torch.device, dtype: torch.dtype
 ) -> None:
-    k, v, table = paged_cache(
+    kv, table = paged_cache(
         [5, 150, 70], page_size=16, num_kv_heads=2, head_dim=64, dtype=dtype, device=device
     )
     packed = torch.randn(2, 8 * 64, device=device).to(dtype)
@@ -87,25 +94,25 @@ def test_decode_attention_of_permuted_rows_and_strided_q(
     workspace = decode_attention.DecodeWorkspace(2, 4, 64, device)
     rows = torch.tensor([2, 1], dtype=torch.int32, device=device)
     lengths = torch.tensor([70, 150], dtype=torch.int32, device=device)
-    actual = decode_attention.decode_attention(q, k, v, table, lengths, workspace, rows=rows)
-    expected = decode_attention.decode_attention_reference(q, k, v, table, lengths, rows=rows)
+    actual = decode_attention.decode_attention(q, kv, table, lengths, workspace, rows=rows)
+    expected = decode_attention.decode_attention_reference(q, kv, table, lengths, rows=rows)
     assert_close(actual.contiguous(), expected)
 
 
 def test_decode_attention_of_fp8(device: torch.device, dtype: torch.dtype) -> None:
-    k, v, table = paged_cache(
-        [130, 7], page_size=16, num_kv_heads=2, head_dim=128, dtype=torch.float32, device=device
+    kv, table = paged_cache(
+        [130, 7],
+        page_size=16,
+        num_kv_heads=2,
+        head_dim=128,
+        dtype=torch.float8_e4m3fn,
+        device=device,
     )
-    k, v = k.to(torch.float8_e4m3fn), v.to(torch.float8_e4m3fn)
     q = torch.randn(2, 4, 128, device=device).to(dtype)
     workspace = decode_attention.DecodeWorkspace(2, 4, 128, device)
     lengths = torch.tensor([130, 7], dtype=torch.int32, device=device)
-    scales: dict[str, Any] = {
-        "k_scale": torch.tensor([0.5], device=device),
-        "v_scale": torch.tensor([2.0], device=device),
-    }
-    actual = decode_attention.decode_attention(q, k, v, table, lengths, workspace, **scales)
-    expected = decode_attention.decode_attention_reference(q, k, v, table, lengths, **scales)
+    actual = decode_attention.decode_attention(q, kv, table, lengths, workspace)
+    expected = decode_attention.decode_attention_reference(q, kv, table, lengths)
     # fp8 is multiplied in float16, whatever the dtype of q
     assert_close(actual, expected, tolerance=8e-3)
 
@@ -117,7 +124,7 @@ def test_prefill_attention_finds_each_chunk(
 ) -> None:
     """More chunks than a program looks at together, with lengths around the 16 queries of its
     block, and empty ones between and after them."""
-    k, v, table = paged_cache(
+    kv, table = paged_cache(
         [70, 50, 33], page_size=16, num_kv_heads=1, head_dim=64, dtype=dtype, device=device
     )
     lengths = [16, 0, 1, 15, 0, 0, 17, 33, 32, *[1, 0, 3] * 50, 16, *[0] * 9]
@@ -134,8 +141,8 @@ def test_prefill_attention_finds_each_chunk(
     }
     before = torch.randn_like(q)
     actual, expected = before.clone(), before.clone()
-    prefill_attention.prefill_attention(q, k, v, table, max_length=len(q), out=actual, **arguments)
-    prefill_attention.prefill_attention_reference(expected, q, k, v, table, **arguments)
+    prefill_attention.prefill_attention(q, kv, table, max_length=len(q), out=actual, **arguments)
+    prefill_attention.prefill_attention_reference(expected, q, kv, table, **arguments)
     assert_close(actual, expected)
     tokens = torch.arange(len(q), device=device)
     others = (tokens < first) | (tokens >= first + sum(lengths))
@@ -205,16 +212,13 @@ def test_qk_norm_rope_store(
         "gated": gated,
         "value_norm": values != "own",
         "keys_are_values": values == "keys",
-        "k_scale": torch.tensor([0.5], device=device) if fp8 else None,
-        "v_scale": torch.tensor([2.0], device=device) if fp8 else None,
     }
+    k_scale, v_scale = torch.tensor([[0.5], [2.0]], device=device) if fp8 else (None, None)
+    kv = PagedKV(keys=k_caches[:, 1], values=v_caches[:, 1], k_scale=k_scale, v_scale=v_scale)
+    expected_kv = replace(kv, keys=expected_k[:, 1], values=expected_v[:, 1])
     before = qkv.clone()
-    expected = rope_store.qk_norm_rope_store_reference(
-        qkv, k_cache=expected_k[:, 1], v_cache=expected_v[:, 1], **arguments
-    )
-    q = rope_store.qk_norm_rope_store(
-        qkv, k_cache=k_caches[:, 1], v_cache=v_caches[:, 1], **arguments
-    )
+    expected = rope_store.qk_norm_rope_store_reference(qkv, kv=expected_kv, **arguments)
+    q = rope_store.qk_norm_rope_store(qkv, kv=kv, **arguments)
     assert_close(q, expected.contiguous())
     assert torch.equal(qkv, before)
     # a value on the edge may round to the next fp8 step; the interpreter does not round to nearest

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from minisgl_backend.kernels.decode_attention import decode_attention_reference
 from minisgl_backend.kernels.dispatch import is_interpreted
+from minisgl_backend.kernels.paged_kv import PagedKV
 from tests.gpu.compare import assert_close
 
 if TYPE_CHECKING:
@@ -73,12 +74,16 @@ class Decoding:
         self.q = torch.randn(
             (batch_size, heads.num_heads, heads.head_dim), dtype=torch.bfloat16, device=device
         )
-        self.keys, self.values = (
+        keys, values = (
             torch.randn(shape, dtype=torch.bfloat16, device=device).to(kv_dtype) for _ in "kv"
         )
         is_fp8 = kv_dtype == FP8
-        self.k_scale = torch.full((1,), 0.5, device=device) if is_fp8 else None
-        self.v_scale = torch.full((1,), 2.0, device=device) if is_fp8 else None
+        self.kv = PagedKV(
+            keys=keys,
+            values=values,
+            k_scale=torch.full((1,), 0.5, device=device) if is_fp8 else None,
+            v_scale=torch.full((1,), 2.0, device=device) if is_fp8 else None,
+        )
         self.kernel = DecodeAttentionKernel(
             num_heads=heads.num_heads,
             num_kv_heads=heads.num_kv_heads,
@@ -93,10 +98,10 @@ class Decoding:
 
     def forget_unseen(self) -> None:
         """Positions after the ends become NaN, as freed pages may be."""
-        page_size = self.keys.shape[1]
+        page_size = self.kv.keys.shape[1]
         for row, length in zip(self.rows.tolist(), self.lengths.tolist(), strict=True):
             page, offset = divmod(length, page_size)
-            for cache in (self.keys, self.values):
+            for cache in (self.kv.keys, self.kv.values):
                 if offset:
                     cache[self.table[row, page], offset:] = float("nan")
                 for freed in self.table[row, page + bool(offset) :].tolist():
@@ -112,30 +117,24 @@ class Decoding:
             runs = self.plan()
         return self.kernel(
             self.q,
-            self.keys,
-            self.values,
+            self.kv,
             self.table,
             self.lengths,
             runs,
             rows=self.rows,
             scale=self.q.shape[-1] ** -0.5,
             window=self.window,
-            k_scale=self.k_scale,
-            v_scale=self.v_scale,
             pdl=pdl,
         )
 
     def expected(self) -> Tensor:
         return decode_attention_reference(
             self.q,
-            self.keys,
-            self.values,
+            self.kv,
             self.table,
             self.lengths,
             rows=self.rows,
             window=self.window,
-            k_scale=self.k_scale,
-            v_scale=self.v_scale,
         )
 
 
@@ -231,7 +230,7 @@ def test_no_value_keeps_thread_blocks_waiting(
     sound = case.attend()
     patterns = [0x7F, 0xFF] if kv_dtype == FP8 else [0x7FFF, -1, 0x7F80, -0x80]  # NaN, infinity
     words = torch.uint8 if kv_dtype == FP8 else torch.int16
-    for cache in (case.keys, case.values):
+    for cache in (case.kv.keys, case.kv.values):
         for pattern in patterns:
             kept = cache.clone()
             cache.view(words)[case.table[case.rows[0], ::300]] = pattern

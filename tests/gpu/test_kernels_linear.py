@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from minisgl_backend.kernels.activation import open_gates_reference
 from minisgl_backend.kernels.dispatch import is_interpreted
 from minisgl_backend.kernels.linear_cut import Cut
 from minisgl_backend.kernels.packed_weight import PackedWeight
+from minisgl_backend.kernels.paged_kv import PagedKV
 from minisgl_backend.kernels.rope_store import TokenPlaces, qk_norm_rope_store_reference
 from tests.gpu.compare import assert_close
 
@@ -264,29 +266,23 @@ def check_heads(
         cuts=cuts,
         codes=codes,
     )
-    shared: dict[str, Any] = {"k_scale": scales[0], "v_scale": scales[1]}
+    kv = PagedKV(keys=pages[:, 0], values=pages[:, 1], k_scale=scales[0], v_scale=scales[1])
     actual = kernel(
         weight=weight,
-        positions=positions,
-        slots=slots,
-        cos_sin=places.cos_sin,
-        keys=pages[:, 0],
-        values=pages[:, 1],
+        places=places,
+        kv=kv,
         q_weight=q_weight if norms else None,
         k_weight=k_weight if norms else None,
         **half_way(x, norm),
-        **shared,
     )
     qkv = F.linear(normalized(x, norm), numbers.float())
     expected = qk_norm_rope_store_reference(
         qkv,
         places,
-        expected_pages[:, 0],
-        expected_pages[:, 1],
+        replace(kv, keys=expected_pages[:, 0], values=expected_pages[:, 1]),
         num_heads=num_heads,
         head_weights=head_weights if norms else None,
         eps=EPS,
-        **shared,
     )
     assert_close(actual, expected.bfloat16())
     assert_close(pages.float(), expected_pages.float(), tolerance=0.05 if fp8 else 8e-3)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from minisgl_backend.kernels.decode_attention import decode_attention_reference
 from minisgl_backend.kernels.dispatch import is_interpreted, num_processors
+from minisgl_backend.kernels.paged_kv import PagedKV
 from minisgl_backend.kernels.shared_attention import (
     FASTEST,
     MOST_SLOTS,
@@ -80,10 +81,13 @@ class SharedDecoding:
         self.lengths = torch.from_numpy(lengths.astype(np.int32)).to(device)
         self.q = torch.randn((batch_size, heads.num_heads, heads.head_dim), device=device).to(dtype)
         dims = (num_pages, page_size, heads.num_kv_heads, heads.head_dim)
-        self.keys, self.values = (torch.randn(dims, device=device).to(kv_dtype) for _ in "kv")
-        self.k_scale = torch.full((1,), 0.5, device=device) if fp8 else None
-        self.v_scale = torch.full((1,), 2.0, device=device) if fp8 else None
-        self.sinks: Tensor | None = None
+        keys, values = (torch.randn(dims, device=device).to(kv_dtype) for _ in "kv")
+        self.kv = PagedKV(
+            keys=keys,
+            values=values,
+            k_scale=torch.full((1,), 0.5, device=device) if fp8 else None,
+            v_scale=torch.full((1,), 2.0, device=device) if fp8 else None,
+        )
         self.heads = heads
         self.shared = SharedAttention(
             SharedShape(
@@ -115,14 +119,12 @@ class SharedDecoding:
     def attend_shared(self) -> None:
         self.shared(
             self.q,
-            self.keys,
-            self.values,
+            self.kv,
             self.table,
             self.lengths,
             rows=self.rows,
             scale=self.q.shape[-1] ** -0.5,
             window=self.window,
-            k_scale=self.k_scale,
             pdl=False,
         )
 
@@ -144,15 +146,11 @@ class SharedDecoding:
     def expected(self, lengths: Tensor) -> Tensor:
         return decode_attention_reference(
             self.q,
-            self.keys,
-            self.values,
+            self.kv,
             self.table,
             lengths,
             rows=self.rows,
             window=self.window,
-            k_scale=self.k_scale,
-            v_scale=self.v_scale,
-            sinks=self.sinks,
         )
 
 
@@ -199,7 +197,8 @@ def test_sinks_count_once(window: int | None, device: torch.device) -> None:
     case = SharedDecoding(
         HEADS[0], PATTERNS["two levels"], device=device, dtype=torch.bfloat16, window=window
     )
-    case.sinks = torch.full((HEADS[0].num_heads,), 4.0, dtype=torch.bfloat16, device=device)
+    sinks = torch.full((HEADS[0].num_heads,), 4.0, dtype=torch.bfloat16, device=device)
+    case.kv = replace(case.kv, sinks=sinks)
     expected = case.expected(case.lengths)
     assert_close(_grouped(case)(False), expected, tolerance=1e-2)
 
@@ -252,7 +251,7 @@ def _grouped(case: SharedDecoding):  # type: ignore[no-untyped-def]
         head_dim=heads.head_dim,
         page_size=case.page_size,
         dtype=torch.bfloat16,
-        kv_dtype=case.keys.dtype,
+        kv_dtype=case.kv.keys.dtype,
         max_batch_size=256,
         device=case.q.device,
         shared=case.shared,
@@ -264,17 +263,13 @@ def _grouped(case: SharedDecoding):  # type: ignore[no-untyped-def]
         )
         return kernel(
             case.q,
-            case.keys,
-            case.values,
+            case.kv,
             case.table,
             case.lengths,
             runs,
             rows=case.rows,
             scale=case.q.shape[-1] ** -0.5,
             window=case.window,
-            k_scale=case.k_scale,
-            v_scale=case.v_scale,
-            sinks=case.sinks,
             grouped=True,
             pdl=pdl,
         )

@@ -26,7 +26,9 @@ from torch import Tensor
 from minisgl_backend.kernels.cuda.linear import HeadsKernel, LinearKernel, ResidualKernel
 from minisgl_backend.kernels.linear_cut import BATCHES, CODES_BLOCK, FEW_TOKENS, Cut, cut_of
 from minisgl_backend.kernels.packed_weight import CodesKind, PackedWeight, pack
+from minisgl_backend.kernels.paged_kv import PagedKV
 from minisgl_backend.kernels.quantized import quantize
+from minisgl_backend.kernels.rope_store import TokenPlaces
 from minisgl_backend.weight_format import Encoding
 
 NUM_LAYERS: Final = 4
@@ -62,23 +64,21 @@ class Inputs:
     residual: Tensor
     squares: Tensor
     norm: Tensor
-    positions: Tensor
-    slots: Tensor
-    cos_sin: Tensor
+    places: TokenPlaces
     pages: Tensor
 
     @classmethod
     def of(cls, num_tokens: int, device: torch.device) -> Inputs:
         x = torch.randn(num_tokens, HIDDEN, device=device).bfloat16()
         angles = torch.rand(512, HEAD_DIM // 2, device=device) * 6
+        tokens = torch.arange(num_tokens, device=device, dtype=torch.int32)
+        cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1)
         return cls(
             x,
             x.clone(),
             x.float().square().sum(1)[None].contiguous(),
             torch.ones(HIDDEN, device=device, dtype=torch.bfloat16),
-            torch.arange(num_tokens, device=device, dtype=torch.int32),
-            torch.arange(num_tokens, device=device, dtype=torch.int32) * PAGE_SIZE,
-            torch.cat([angles.cos(), angles.sin()], dim=1),
+            TokenPlaces(tokens, tokens * PAGE_SIZE, cos_sin),
             torch.zeros(
                 (num_tokens, 2, PAGE_SIZE, NUM_KV_HEADS, HEAD_DIM),
                 device=device,
@@ -115,11 +115,8 @@ def run(layers: Sequence[Layer], kernels: Kernels, inputs: Inputs) -> Tensor:
         queries = kernels["qkv"](
             x,
             layer["qkv"],
-            inputs.positions,
-            inputs.slots,
-            inputs.cos_sin,
-            inputs.pages[:, 0],
-            inputs.pages[:, 1],
+            inputs.places,
+            PagedKV(keys=inputs.pages[:, 0], values=inputs.pages[:, 1]),
             squares=squares,
             **fixed,
         )

@@ -19,6 +19,8 @@ from minisgl_backend.kernels.adapters import (
     block_tokens,
 )
 from minisgl_backend.kernels.linear_cut import MAX_TOKENS
+from minisgl_backend.kernels.paged_kv import PagedKV
+from minisgl_backend.kernels.rope_store import TokenPlaces
 from minisgl_backend.request import IntArray
 from minisgl_bench.kernel_cases import (
     PAGE_SIZE,
@@ -102,11 +104,12 @@ def _layers(shape: Shape, batch_size: int) -> Callable[[AdaptedTokens | None], l
     down = ResidualKernel((hidden, inner), device, adapters=(_NUM_SLOTS, _RANK))
     positions = torch.arange(batch_size, device=device, dtype=torch.int32)
     cos_sin = torch.rand(4096, shape.head_dim, device=device)
-    pages = normal(2, batch_size, PAGE_SIZE, shape.num_kv_heads, shape.head_dim)
+    places = TokenPlaces(positions, positions * PAGE_SIZE, cos_sin)
+    keys, values = normal(2, batch_size, PAGE_SIZE, shape.num_kv_heads, shape.head_dim)
+    kv = PagedKV(keys=keys, values=values)
     norm, head_norm = normal(hidden), normal(shape.head_dim)
     residual, first = normal(batch_size, hidden), normal(batch_size, hidden)
     layers = [_weights(shape) for _ in copies(_num_bytes(shape))]
-    slots = positions * PAGE_SIZE
     last: list[tuple[Tensor, Tensor | None]] = []
 
     def compute(layer: int, tokens: AdaptedTokens | None) -> None:
@@ -120,11 +123,8 @@ def _layers(shape: Shape, batch_size: int) -> Callable[[AdaptedTokens | None], l
         q = qkv(
             x,
             w_qkv,
-            positions,
-            slots,
-            cos_sin,
-            pages[0],
-            pages[1],
+            places,
+            kv,
             squares=squares,
             eps=_EPS,
             q_weight=head_norm,

@@ -13,6 +13,7 @@ from minisgl_backend.kernels.decode_attention import (
     decode_attention,
     decode_attention_reference,
 )
+from minisgl_backend.kernels.paged_kv import PagedKV
 from minisgl_backend.kernels.rope_store import TokenPlaces, qk_norm_rope_store
 from minisgl_backend.kernels.small_batch import small_batch_linear
 from minisgl_bench.kernel_cases import PAGE_SIZE, Call, Case, Shape, copies, each, normal
@@ -26,36 +27,37 @@ def attention_cases(shape: Shape, batch_size: int, context: int) -> Iterator[Cas
     lengths = torch.full((batch_size,), context, dtype=torch.int32, device="cuda")
     q = normal(batch_size, shape.num_heads, shape.head_dim)
     workspace = DecodeWorkspace(batch_size, shape.num_heads, shape.head_dim, q.device)
-    one = torch.ones(1, device="cuda")
-    for dtype, scales in (
-        (torch.bfloat16, {}),
-        (torch.float8_e4m3fn, {"k_scale": one, "v_scale": one}),
-    ):
+    for dtype in (torch.bfloat16, torch.float8_e4m3fn):
+        is_fp8 = dtype == torch.float8_e4m3fn
+        scale = torch.ones(1, device="cuda") if is_fp8 else None
         dims = (num_pages, PAGE_SIZE, shape.num_kv_heads, shape.head_dim)
         num_bytes = 2 * batch_size * context * shape.num_kv_heads * shape.head_dim * dtype.itemsize
         caches = [(normal(*dims).to(dtype), normal(*dims).to(dtype)) for _ in copies(num_bytes)]
-        inputs = [(q, k, v, table, lengths) for k, v in caches]
-        name = "bf16" if dtype == torch.bfloat16 else "fp8"
-        twin = each(decode_attention_reference, inputs[:2], **scales)
-        library = _flash_attention(q, caches, table, lengths) if not scales else ()
+        inputs = [
+            (q, PagedKV(keys=k, values=v, k_scale=scale, v_scale=scale), table, lengths)
+            for k, v in caches
+        ]
+        name = "fp8" if is_fp8 else "bf16"
+        twin = each(decode_attention_reference, inputs[:2])
+        library = _flash_attention(q, caches, table, lengths) if not is_fp8 else ()
         yield Case(
             f"attention (Triton), {name}, context {context}",
             num_bytes,
-            each(decode_attention, inputs, workspace=workspace, **scales),
+            each(decode_attention, inputs, workspace=workspace),
             twin,
             library,
         )
         yield Case(
             f"attention (CUDA), {name}, context {context}",
             num_bytes,
-            _cuda_attention(shape, inputs, scales),
+            _cuda_attention(shape, inputs),
             twin,
             library,
         )
 
 
 def _cuda_attention(
-    shape: Shape, inputs: Sequence[tuple[Tensor, ...]], scales: dict[str, Tensor]
+    shape: Shape, inputs: Sequence[tuple[Tensor, PagedKV, Tensor, Tensor]]
 ) -> list[Call]:
     """This package's kernel in CUDA C++, if the GPU can run it."""
     try:
@@ -64,21 +66,21 @@ def _cuda_attention(
         return []
     if torch.cuda.get_device_capability() < (9, 0):
         return []
-    q, keys, _, table, lengths = inputs[0]
+    q, kv, table, lengths = inputs[0]
     kernel = DecodeAttentionKernel(
         num_heads=shape.num_heads,
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
         page_size=PAGE_SIZE,
         dtype=q.dtype,
-        kv_dtype=keys.dtype,
+        kv_dtype=kv.keys.dtype,
         max_batch_size=len(q),
         device=q.device,
     )
     shared: dict[str, Any] = {"rows": None, "window": None, "pdl": False}
     runs = kernel.plan(table, lengths, **shared)
-    of_call = {"scale": shape.head_dim**-0.5, "k_scale": None, "v_scale": None, **scales, **shared}
-    return each(kernel, [(*tensors, runs) for tensors in inputs], **of_call)
+    calls = [(*given, runs) for given in inputs]
+    return each(kernel, calls, scale=shape.head_dim**-0.5, **shared)
 
 
 def _flash_attention(
@@ -115,26 +117,24 @@ def layer_cases(shape: Shape, batch_size: int, context: int) -> Iterator[Case]:
             normal(shape.hidden, width, scale=0.01),
             normal(2 * shape.intermediate, shape.hidden, scale=0.01),
             normal(shape.hidden, shape.intermediate, scale=0.01),
-            normal(*dims),
-            normal(*dims),
+            PagedKV(keys=normal(*dims), values=normal(*dims)),
         )
         for _ in range(min(28, len(copies(num_bytes)) * 4))
     ]
 
     def layer(
-        qkv: Tensor, o: Tensor, gate_up: Tensor, down: Tensor, k: Tensor, v: Tensor, *, pdl: bool
+        qkv: Tensor, o: Tensor, gate_up: Tensor, down: Tensor, kv: PagedKV, *, pdl: bool
     ) -> None:
         packed = small_batch_linear(residual, qkv, norm_weight=norm, pdl=pdl)
         q = qk_norm_rope_store(
             packed,
             places,
-            k,
-            v,
+            kv,
             num_heads=shape.num_heads,
             head_weights=heads,
             pdl=pdl,
         )
-        out = decode_attention(q, k, v, table, lengths, workspace, pdl=pdl)
+        out = decode_attention(q, kv, table, lengths, workspace, pdl=pdl)
         small_batch_linear(out.flatten(1), o, residual=residual, pdl=pdl)
         inner = small_batch_linear(residual, gate_up, norm_weight=norm, gate="silu", pdl=pdl)
         small_batch_linear(inner, down, residual=residual, pdl=pdl)

@@ -15,13 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minisgl_backend.attention.base import Chunks, KVScale, PagedKV
+from minisgl_backend.attention.base import Chunks
 from minisgl_backend.attention.own_kernels import TritonPrefill
 from minisgl_backend.cli.options import POSITIVE_INT
 from minisgl_backend.config import DEMO_MODEL
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.execution.storage import KVStorage
 from minisgl_backend.kernels.adapters import AdaptedTokens
+from minisgl_backend.kernels.paged_kv import KVScale, PagedKV
 from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.models.decoder import Decoder
 from minisgl_backend.models.spec import ModelSpec

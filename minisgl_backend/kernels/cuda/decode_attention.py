@@ -14,6 +14,7 @@ from torch import Tensor
 from minisgl_backend.kernels.cuda.empty_words import empty_words
 from minisgl_backend.kernels.cuda.module import CudaKernel, CudaModule, address
 from minisgl_backend.kernels.dispatch import num_processors, shared_bytes
+from minisgl_backend.kernels.paged_kv import PagedKV
 from minisgl_backend.kernels.shared_attention import MOST_SLOTS, SharedAttention
 from minisgl_backend.kernels.shared_memory import most_bytes
 
@@ -256,8 +257,7 @@ class DecodeAttentionKernel:
     def __call__(
         self,
         q: Tensor,
-        keys: Tensor,
-        values: Tensor,
+        kv: PagedKV,
         page_table: Tensor,
         lengths: Tensor,
         runs: Tensor,
@@ -265,9 +265,6 @@ class DecodeAttentionKernel:
         rows: Tensor | None,
         scale: float,
         window: int | None,
-        k_scale: Tensor | None,
-        v_scale: Tensor | None,
-        sinks: Tensor | None = None,
         out: Tensor | None = None,
         grouped: bool = False,
         pdl: bool,
@@ -278,24 +275,14 @@ class DecodeAttentionKernel:
         before this one may write only ``q`` and each row's newest position, and must let this one
         start only after all launches before it have ended.
         """
+        keys, values = kv.keys, kv.values
         assert keys.stride() == values.stride() and keys.stride(3) == 1
         assert q.stride(1) == q.shape[2] and q.stride(2) == 1
         if out is None:
             out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         kernels, shared = self._of_step(len(q), grouped)
         if shared is not None:
-            shared(
-                q,
-                keys,
-                values,
-                page_table,
-                lengths,
-                rows=rows,
-                scale=scale,
-                window=window,
-                k_scale=k_scale,
-                pdl=pdl,
-            )
+            shared(q, kv, page_table, lengths, rows=rows, scale=scale, window=window, pdl=pdl)
         item = keys.element_size()
         arguments = _Arguments(
             out=out.data_ptr(),
@@ -306,9 +293,9 @@ class DecodeAttentionKernel:
             lengths=lengths.data_ptr(),
             rows=address(rows),
             runs=runs.data_ptr(),
-            k_scale=address(k_scale),
-            v_scale=address(v_scale),
-            sinks=address(sinks),
+            k_scale=address(kv.k_scale),
+            v_scale=address(kv.v_scale),
+            sinks=address(kv.sinks),
             pieces=self._pieces.data_ptr(),
             starts=None if shared is None else shared.starts.data_ptr(),
             slots=None if shared is None else shared.slots.data_ptr(),

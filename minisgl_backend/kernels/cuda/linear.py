@@ -29,6 +29,8 @@ from minisgl_backend.kernels.cuda.heads import Heads
 from minisgl_backend.kernels.cuda.module import address
 from minisgl_backend.kernels.linear_cut import MAX_TOKENS, Cut, cuts_of_many
 from minisgl_backend.kernels.packed_weight import CodesKind, PackedWeight
+from minisgl_backend.kernels.paged_kv import PagedKV
+from minisgl_backend.kernels.rope_store import TokenPlaces
 
 
 class LinearKernel(FusedLinear):
@@ -184,27 +186,23 @@ class HeadsKernel(FusedLinear):
         self,
         x: Tensor,
         weight: Tensor | PackedWeight,
-        positions: Tensor,
-        slots: Tensor,
-        cos_sin: Tensor,
-        keys: Tensor,
-        values: Tensor,
+        places: TokenPlaces,
+        kv: PagedKV,
         *,
         squares: Tensor | None = None,
         eps: float,
         q_weight: Tensor | None = None,
         k_weight: Tensor | None = None,
-        k_scale: Tensor | None = None,
-        v_scale: Tensor | None = None,
         bias: Tensor | None = None,
         adaptation: Adaptation | None = None,
         pdl: bool = False,
     ) -> Tensor:
         """The queries, [num_rows, num_heads, head_dim].
 
-        See ``minisgl_backend.kernels.rope_store.qk_norm_rope_store``; ``positions`` and ``slots``
-        are int32. ``eps`` is for all norms.
+        See ``minisgl_backend.kernels.rope_store.qk_norm_rope_store``; positions and slots are
+        int32. ``eps`` is for all norms.
         """
+        positions, slots, keys, values = places.positions, places.slots, kv.keys, kv.values
         assert positions.dtype == slots.dtype == torch.int32
         assert keys.stride() == values.stride() and keys.stride(3) == 1
         shape = (len(x), self._num_heads, self._head_dim)
@@ -213,13 +211,13 @@ class HeadsKernel(FusedLinear):
         heads = Heads(
             positions=address(positions),
             slots=address(slots),
-            cos_sin=address(cos_sin),
+            cos_sin=address(places.cos_sin),
             q_weight=address(q_weight),
             k_weight=address(k_weight),
             keys=address(keys),
             values=address(values),
-            k_scale=address(k_scale),
-            v_scale=address(v_scale),
+            k_scale=address(kv.k_scale),
+            v_scale=address(kv.v_scale),
             page_stride=keys.stride(0) * item,
             slot_stride=keys.stride(1) * item,
             head_stride=keys.stride(2) * item,

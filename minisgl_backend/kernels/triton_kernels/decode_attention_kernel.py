@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minisgl_backend.kernels.paged_kv import PagedKV
 from minisgl_backend.kernels.triton_kernels.page_tiles import (
     Pages,
     Partials,
@@ -160,8 +161,7 @@ def _decode_attention(
 def launch_decode_attention(
     out: Tensor,
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    kv: PagedKV,
     page_table: Tensor,
     lengths: Tensor,
     partial: tuple[Tensor, Tensor, Tensor],
@@ -169,9 +169,6 @@ def launch_decode_attention(
     rows: Tensor | None,
     scale: float,
     window: int | None,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    sinks: Tensor | None,
     splits: int,
     pdl: bool,
 ) -> None:
@@ -181,10 +178,10 @@ def launch_decode_attention(
     stages were the fastest, or within 3 % of it, on an H200.
     """
     batch_size, num_heads, head_dim = q.shape
-    _, page_size, num_kv_heads, _ = k_cache.shape
+    _, page_size, num_kv_heads, _ = kv.keys.shape
     assert q.stride(1) == head_dim and q.stride(2) == 1
     group = num_heads // num_kv_heads
-    fp8 = k_scale is not None
+    fp8 = kv.k_scale is not None
     if head_dim > 256:
         block, num_warps, stages = 32, 8, 2  # what fits, not measured
     elif head_dim > 128 and not fp8:
@@ -202,13 +199,13 @@ def launch_decode_attention(
     _decode_attention[(batch_size, num_kv_heads, splits)](
         out,
         q,
-        Pages.of(k_cache, v_cache),
+        Pages.of(kv),
         page_table,
         lengths,
         rows,
-        k_scale,
-        v_scale,
-        sinks,
+        kv.k_scale,
+        kv.v_scale,
+        kv.sinks,
         Partials.of(partial),
         q.stride(0),
         page_table.stride(0),
@@ -224,7 +221,7 @@ def launch_decode_attention(
         WINDOW=window or 0,
         FP8=fp8,
         ROWS=rows is not None,
-        SINKS=sinks is not None,
+        SINKS=kv.sinks is not None,
         STAGES=stages,
         PDL=pdl,
         num_warps=num_warps,

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minisgl_backend.kernels.paged_kv import PagedKV
 from minisgl_backend.kernels.triton_kernels.page_tiles import Pages, Partials, load_slots, slots_of
 from minisgl_backend.kernels.triton_kernels.pdl import allow_next, launch_options, wait_previous
 from minisgl_backend.kernels.triton_kernels.prefill_attention_kernel import find_chunk
@@ -227,8 +228,7 @@ def _invariant_attention(
 def launch_invariant_attention(
     out: Tensor,
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    kv: PagedKV,
     page_table: Tensor,
     partial: tuple[Tensor, Tensor, Tensor] | None,
     *,
@@ -237,8 +237,6 @@ def launch_invariant_attention(
     ends: Tensor,
     scale: float,
     window: int | None,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
     tile: int,
     block: int,
     split: int,
@@ -249,7 +247,7 @@ def launch_invariant_attention(
 ) -> None:
     """See ``minisgl_backend.kernels.invariant_attention``; ``offsets`` None for decoding rows."""
     num_tokens, num_heads, head_dim = q.shape
-    _, page_size, num_kv_heads, _ = k_cache.shape
+    _, page_size, num_kv_heads, _ = kv.keys.shape
     assert q.stride(1) == head_dim and q.stride(2) == 1
     group = num_heads // num_kv_heads
     block_group = triton.next_power_of_2(group)
@@ -258,13 +256,13 @@ def launch_invariant_attention(
     _invariant_attention[(tiles, num_kv_heads, programs)](
         out,
         q,
-        Pages.of(k_cache, v_cache),
+        Pages.of(kv),
         page_table,
         rows,
         offsets,
         ends,
-        k_scale,
-        v_scale,
+        kv.k_scale,
+        kv.v_scale,
         Partials.of(partial),
         len(rows),
         q.stride(0),
@@ -281,7 +279,7 @@ def launch_invariant_attention(
         PROGRAMS=programs,
         DECODE=offsets is None,
         WINDOW=window or 0,
-        FP8=k_scale is not None,
+        FP8=kv.k_scale is not None,
         STAGES=stages,
         PDL=pdl,
         num_warps=num_warps,

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minisgl_backend.kernels.paged_kv import PagedKV
+
 
 class Pages(NamedTuple):
     """Keys and values of a layer, as kernels take them. The strides from one page, slot or head to
@@ -22,10 +24,9 @@ class Pages(NamedTuple):
     head_stride: int
 
     @classmethod
-    def of(cls, k_cache: Tensor, v_cache: Tensor) -> "Pages":
-        """The pages of k_cache and v_cache [num_pages, page_size, num_kv_heads, head_dim]."""
-        assert k_cache.stride() == v_cache.stride() and k_cache.stride(3) == 1
-        return cls(k_cache, v_cache, *k_cache.stride()[:3])
+    def of(cls, kv: PagedKV) -> "Pages":
+        assert kv.keys.stride() == kv.values.stride() and kv.keys.stride(3) == 1
+        return cls(kv.keys, kv.values, *kv.keys.stride()[:3])
 
 
 def dims_of(head_dim: int) -> int:

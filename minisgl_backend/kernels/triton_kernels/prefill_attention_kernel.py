@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minisgl_backend.kernels.paged_kv import PagedKV
 from minisgl_backend.kernels.triton_kernels.page_tiles import (
     Pages,
     attend,
@@ -140,8 +141,7 @@ def _prefill_attention(
 def launch_prefill_attention(
     out: Tensor,
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    kv: PagedKV,
     page_table: Tensor,
     *,
     rows: Tensor,
@@ -150,13 +150,10 @@ def launch_prefill_attention(
     max_length: int,
     scale: float,
     window: int | None,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    sinks: Tensor | None,
 ) -> None:
     """See ``minisgl_backend.kernels.prefill_attention.prefill_attention``."""
     num_tokens, num_heads, head_dim = q.shape
-    _, page_size, num_kv_heads, _ = k_cache.shape
+    _, page_size, num_kv_heads, _ = kv.keys.shape
     assert q.stride(1) == head_dim and q.stride(2) == 1
     group = num_heads // num_kv_heads
     block_group = triton.next_power_of_2(group)
@@ -168,14 +165,14 @@ def launch_prefill_attention(
     _prefill_attention[grid](
         out,
         q,
-        Pages.of(k_cache, v_cache),
+        Pages.of(kv),
         page_table,
         rows,
         offsets,
         ends,
-        k_scale,
-        v_scale,
-        sinks,
+        kv.k_scale,
+        kv.v_scale,
+        kv.sinks,
         len(rows),
         q.stride(0),
         page_table.stride(0),
@@ -189,8 +186,8 @@ def launch_prefill_attention(
         QUERIES=queries,
         BLOCK=32 if is_wide else 64,
         WINDOW=window or 0,
-        FP8=k_scale is not None,
-        SINKS=sinks is not None,
+        FP8=kv.k_scale is not None,
+        SINKS=kv.sinks is not None,
         STAGES=2,
         num_warps=8 if is_wide or queries * block_group >= 128 else 4,
     )

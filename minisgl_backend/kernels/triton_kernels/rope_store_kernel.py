@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minisgl_backend.kernels.paged_kv import PagedKV
 from minisgl_backend.kernels.triton_kernels.pdl import allow_next, launch_options, wait_previous
 
 
@@ -160,7 +161,7 @@ def launch_qk_norm_rope_store(
     positions: Tensor,
     slots: Tensor,
     cos_sin: Tensor,
-    caches: tuple[Tensor, Tensor] | None,
+    kv: PagedKV | None,
     *,
     gated: bool = False,
     value_norm: bool = False,
@@ -169,23 +170,22 @@ def launch_qk_norm_rope_store(
     k_weight: Tensor | None = None,
     norm_last: bool = False,
     eps: float,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
     interleaved: bool,
     pdl: bool,
 ) -> None:
     """See ``minisgl_backend.kernels.rope_store.qk_norm_rope_store``; ``out`` gets the queries.
-    Without ``caches``, of keys and values, ``qkv`` has only queries."""
+    Without ``kv``, ``qkv`` has only queries."""
     num_tokens, num_heads, head_dim = out.shape
     if num_tokens == 0:
         return
-    k_cache, v_cache = caches or (None, None)
     page_size, num_kv_heads = 1, 0
+    stored: tuple[Tensor | None, ...] = (None, None, None, None)
     strides: tuple[int, ...] = (0, 0, 0)
-    if k_cache is not None and v_cache is not None:
-        _, page_size, num_kv_heads, _ = k_cache.shape
-        assert k_cache.stride() == v_cache.stride() and k_cache.stride(3) == 1
-        strides = k_cache.stride()[:3]
+    if kv is not None:
+        _, page_size, num_kv_heads, _ = kv.keys.shape
+        assert kv.keys.stride() == kv.values.stride() and kv.keys.stride(3) == 1
+        stored = kv.keys, kv.values, kv.k_scale, kv.v_scale
+        strides = kv.keys.stride()[:3]
     assert out.is_contiguous() and cos_sin.is_contiguous() and cos_sin.dtype == torch.float32
     # a group must not mix kinds, so its size divides the heads of each; wide heads would spill
     group = math.gcd(math.gcd(num_heads, num_kv_heads), 4 if head_dim <= 256 else 2)
@@ -197,10 +197,7 @@ def launch_qk_norm_rope_store(
         cos_sin,
         q_weight,
         k_weight,
-        k_cache,
-        v_cache,
-        k_scale,
-        v_scale,
+        *stored,
         qkv.stride(0),
         *strides,
         eps,
@@ -217,7 +214,7 @@ def launch_qk_norm_rope_store(
         NORM=q_weight is not None,
         NORM_LAST=norm_last,
         VALUE_NORM=value_norm,
-        FP8=k_scale is not None,
+        FP8=kv is not None and kv.k_scale is not None,
         PDL=pdl,
         num_warps=1,
         **launch_options(pdl),

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minisgl_backend.kernels.paged_kv import PagedKV
 from minisgl_backend.kernels.triton_kernels.page_tiles import Pages, attend, scores_of, slots_of
 from minisgl_backend.kernels.triton_kernels.pdl import allow_next, launch_options, wait_previous
 
@@ -123,8 +124,7 @@ def launch_shared_attention(
     values: Tensor,
     sums: Tensor,
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    kv: PagedKV,
     page_table: Tensor,
     lengths: Tensor,
     tables: Tensor,
@@ -140,23 +140,22 @@ def launch_shared_attention(
     num_programs: int,
     scale: float,
     window: int | None,
-    k_scale: Tensor | None,
     pdl: bool,
 ) -> None:
     """See ``minisgl_backend.kernels.shared_attention.SharedAttention``."""
     _, num_heads, head_dim = q.shape
-    _, page_size, num_kv_heads, _ = k_cache.shape
+    _, page_size, num_kv_heads, _ = kv.keys.shape
     assert q.stride(1) == head_dim and q.stride(2) == 1
     _shared_attention[(num_programs,)](
         values,
         sums,
         q,
-        Pages.of(k_cache, v_cache),
+        Pages.of(kv),
         page_table,
         lengths,
         tables,
         rows,
-        k_scale,
+        kv.k_scale,
         q.stride(0),
         page_table.stride(0),
         scale * 1.4426950408889634,  # exp2 instead of exp
@@ -171,7 +170,7 @@ def launch_shared_attention(
         BLOCK=block,
         WINDOW=window or 0,
         HAS_ROWS=rows is not None,
-        FP8=k_scale is not None,
+        FP8=kv.k_scale is not None,
         STAGES=stages,
         PDL=pdl,
         num_warps=num_warps,

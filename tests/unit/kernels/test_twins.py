@@ -23,6 +23,7 @@ from minisgl_backend.kernels import (
     small_batch,
 )
 from minisgl_backend.kernels.experts import ExpertWeights, fused_experts
+from minisgl_backend.kernels.paged_kv import PagedKV
 from minisgl_backend.kernels.routing import Choices, align
 
 
@@ -152,9 +153,16 @@ def test_sigmoid_mul() -> None:
     torch.testing.assert_close(out, (x / (1 + torch.exp(-gate))).flatten(1))
 
 
+def pages_of(caches: torch.Tensor) -> PagedKV:
+    """Those of ``caches`` [2, num_pages, page_size, num_kv_heads, head_dim]: keys, then values."""
+    keys, values = caches
+    return PagedKV(keys=keys, values=values)
+
+
 def test_rope_store_normalizes_values_which_may_be_keys() -> None:
     """A token has two query heads and one key head, which is the value as well."""
     qk, caches = torch.randn(2, 3 * 8), torch.zeros(4, 1, 4, 1, 8)
+    first, second = pages_of(caches[:2]), pages_of(caches[2:])
     ids = torch.tensor([1, 0])
     places = rope_store.TokenPlaces(ids, ids, torch.randn(2, 8))
     weights = torch.rand(3, 8)
@@ -162,9 +170,9 @@ def test_rope_store_normalizes_values_which_may_be_keys() -> None:
     values = keys / (keys.pow(2).mean(1, keepdim=True) + 1e-6).sqrt()
     given: dict[str, Any] = {"num_heads": 2, "head_weights": weights}
     qkv = torch.cat([qk, values], dim=1)
-    expected = rope_store.qk_norm_rope_store(qkv, places, *caches[:2], **given)
+    expected = rope_store.qk_norm_rope_store(qkv, places, first, **given)
     given |= {"value_norm": True, "keys_are_values": True}
-    found = rope_store.qk_norm_rope_store(qk, places, *caches[2:], **given)
+    found = rope_store.qk_norm_rope_store(qk, places, second, **given)
     assert torch.equal(found, expected)
     torch.testing.assert_close(caches[2:], caches[:2])
     alone = rope_store.rotated_queries(qk[:, :16], places, 2, weights[:2], 1e-6)
@@ -174,11 +182,12 @@ def test_rope_store_normalizes_values_which_may_be_keys() -> None:
 def test_rope_store_leaves_gates_where_they_are() -> None:
     """A token has two query heads, each before its gate, one key head and one value head."""
     qkv, caches = torch.randn(2, 6 * 8), torch.zeros(4, 1, 4, 1, 8)
+    first, second = pages_of(caches[:2]), pages_of(caches[2:])
     ids = torch.tensor([1, 0])
     places = rope_store.TokenPlaces(ids, ids, torch.randn(2, 8))
     plain = qkv.view(2, 6, 8)[:, [0, 2, 4, 5]].flatten(1)
-    expected = rope_store.qk_norm_rope_store(plain, places, *caches[:2], num_heads=2)
-    found = rope_store.qk_norm_rope_store(qkv, places, *caches[2:], num_heads=2, gated=True)
+    expected = rope_store.qk_norm_rope_store(plain, places, first, num_heads=2)
+    found = rope_store.qk_norm_rope_store(qkv, places, second, num_heads=2, gated=True)
     assert torch.equal(found, expected) and torch.equal(caches[2:], caches[:2])
     assert torch.equal(
         rope_store.gates_of(qkv, 2, 8).flatten(1), qkv[:, [*range(8, 16), *range(24, 32)]]
@@ -221,8 +230,7 @@ def test_decode_attention_is_torchs(window: int | None) -> None:
     order = torch.tensor([2, 0, 1])
     out = decode_attention.decode_attention(
         q[order],
-        k_cache,
-        v_cache,
+        PagedKV(keys=k_cache, values=v_cache),
         table,
         torch.tensor(lengths, dtype=torch.int32)[order],
         workspace,
@@ -263,8 +271,7 @@ def test_rope_store_rotates_norms_and_stores(dtype: torch.dtype, is_strided: boo
     out = rope_store.qk_norm_rope_store(
         qkv,
         rope_store.TokenPlaces(positions, slots, cos_sin),
-        k_cache,
-        v_cache,
+        PagedKV(keys=k_cache, values=v_cache),
         num_heads=num_heads,
         head_weights=torch.stack([q_weight] * num_heads + [k_weight] * num_kv_heads),
     )
@@ -285,11 +292,11 @@ def test_rope_store_rotates_the_first_dimensions_of_a_head_only() -> None:
     positions = torch.tensor([4, 0, 9])
 
     def rotated(heads: torch.Tensor) -> torch.Tensor:
-        pages = torch.zeros(1, 3, 1, heads.shape[-1])
+        pages = torch.zeros(2, 1, 3, 1, heads.shape[-1])
         places = rope_store.TokenPlaces(positions, torch.arange(3), cos_sin)
         qkv = heads.flatten(1).clone()
-        q = rope_store.qk_norm_rope_store(qkv, places, pages, pages.clone(), num_heads=2)
-        return torch.cat([q, pages[0]], dim=1)
+        q = rope_store.qk_norm_rope_store(qkv, places, pages_of(pages), num_heads=2)
+        return torch.cat([q, pages[0, 0]], dim=1)
 
     found = rotated(x)
     assert torch.equal(found[..., :12], rotated(x[..., :12]))
@@ -302,13 +309,13 @@ def test_rope_store_rotates_neighbouring_dimensions_together() -> None:
     cos_sin, positions = torch.randn(10, 16), torch.tensor([4, 0, 9])
 
     def rotated(heads: torch.Tensor, weight: torch.Tensor, interleaved: bool) -> torch.Tensor:
-        pages = torch.zeros(1, 3, 1, 16)
+        pages = torch.zeros(2, 1, 3, 1, 16)
         places = rope_store.TokenPlaces(positions, torch.arange(3), cos_sin, interleaved)
         qkv = heads.flatten(1).clone()
         q = rope_store.qk_norm_rope_store(
-            qkv, places, pages, pages.clone(), num_heads=2, head_weights=weight
+            qkv, places, pages_of(pages), num_heads=2, head_weights=weight
         )
-        return torch.cat([q, pages[0]], dim=1)
+        return torch.cat([q, pages[0, 0]], dim=1)
 
     def sorted_halves(heads: torch.Tensor) -> torch.Tensor:
         return torch.cat([heads[..., ::2], heads[..., 1::2]], dim=-1)
@@ -322,10 +329,10 @@ def test_rope_store_rotates_neighbours_among_the_first_dimensions_of_a_head() ->
     places = rope_store.TokenPlaces(positions, torch.arange(3), torch.randn(10, 8), True)
 
     def rotated(heads: torch.Tensor) -> torch.Tensor:
-        pages = torch.zeros(1, 3, 1, heads.shape[-1])
+        pages = torch.zeros(2, 1, 3, 1, heads.shape[-1])
         qkv = heads.flatten(1).clone()
-        q = rope_store.qk_norm_rope_store(qkv, places, pages, pages.clone(), num_heads=2)
-        return torch.cat([q, pages[0]], dim=1)
+        q = rope_store.qk_norm_rope_store(qkv, places, pages_of(pages), num_heads=2)
+        return torch.cat([q, pages[0, 0]], dim=1)
 
     found = rotated(x)
     assert torch.equal(found[..., :8], rotated(x[..., :8]))
@@ -340,10 +347,10 @@ def test_rope_store_may_normalize_what_it_has_rotated(interleaved: bool) -> None
     places = rope_store.TokenPlaces(ids, ids, 2 * torch.randn(3, 12), interleaved)
 
     def computed(**norm: Any) -> torch.Tensor:
-        pages = torch.zeros(1, 3, 1, 16)
+        pages = torch.zeros(2, 1, 3, 1, 16)
         qkv = x.flatten(1).clone()
-        q = rope_store.qk_norm_rope_store(qkv, places, pages, pages.clone(), num_heads=2, **norm)
-        return torch.cat([q, pages[0]], dim=1)
+        q = rope_store.qk_norm_rope_store(qkv, places, pages_of(pages), num_heads=2, **norm)
+        return torch.cat([q, pages[0, 0]], dim=1)
 
     rotated = computed()
     expected = rotated * (rotated.square().mean(-1, keepdim=True) + 0.1).rsqrt() * weight
@@ -358,7 +365,7 @@ def test_rope_store_without_a_norm_only_rotates() -> None:
     cos_sin = torch.tensor([[0.0] * 4 + [1.0] * 4] * 2)  # a quarter turn
     ids = torch.tensor([1, 0], dtype=torch.int32)
     places = rope_store.TokenPlaces(ids, ids, cos_sin)
-    out = rope_store.qk_norm_rope_store(qkv, places, *caches, num_heads=1)
+    out = rope_store.qk_norm_rope_store(qkv, places, pages_of(caches), num_heads=1)
     torch.testing.assert_close(out[:, 0], torch.cat([-q[:, 4:], q[:, :4]], dim=1))
     turned = torch.cat([-k[:, 4:], k[:, :4]], dim=1)
     torch.testing.assert_close(caches[0, 0, [1, 0], 0], turned)
@@ -370,11 +377,13 @@ def test_fp8_store_clamps_and_scales() -> None:
     rope_store.qk_norm_rope_store(
         qkv,
         rope_store.TokenPlaces(torch.tensor([0]), torch.tensor([0]), torch.tensor([[1.0, 0.0]])),
-        caches[0],
-        caches[1],
+        PagedKV(
+            keys=caches[0],
+            values=caches[1],
+            k_scale=torch.tensor([2.0]),
+            v_scale=torch.tensor([0.5]),
+        ),
         num_heads=1,
-        k_scale=torch.tensor([2.0]),
-        v_scale=torch.tensor([0.5]),
     )
     assert caches[0].float().flatten().tolist() == [1.5, -448.0]
     assert caches[1].float().flatten().tolist() == [2.0, 4.0]

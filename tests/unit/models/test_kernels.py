@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minisgl_backend.attention.base import Chunks, DecodeRows, PagedKV
+from minisgl_backend.attention.base import Chunks, DecodeRows
 from minisgl_backend.attention.own_kernels import TritonDecode, TritonPrefill
 from minisgl_backend.execution.states import StateStorage
 from minisgl_backend.experts_spec import RoutingRule
@@ -42,6 +42,7 @@ from minisgl_backend.kernels.packed_weight import (
     PackedWeight,
     dequantize_weight,
 )
+from minisgl_backend.kernels.paged_kv import PagedKV
 from minisgl_backend.kernels.quantized import dequantized, quantize
 from minisgl_backend.kernels.rope_store import TokenPlaces, qk_norm_rope_store_reference
 from minisgl_backend.kernels.routing import Choices, choose
@@ -286,11 +287,8 @@ class TwinCores:
         def heads(
             x: Tensor,
             weight: Tensor | PackedWeight,
-            positions: Tensor,
-            slots: Tensor,
-            cos_sin: Tensor,
-            keys: Tensor,
-            values: Tensor,
+            places: TokenPlaces,
+            kv: PagedKV,
             *,
             squares: Tensor | None,
             eps: float,
@@ -299,25 +297,21 @@ class TwinCores:
             k_weight: Tensor | None,
             adaptation: Adaptation | None,
             pdl: bool,
-            **scales: Any,
         ) -> Tensor:
             assert weight.shape == ((num_heads + 2 * num_kv_heads) * head_dim, in_features)
             assert page_size == PAGE_SIZE and not fp8
             assert adapters or adaptation is None
             qkv = self._linear(x, weight, squares, eps, bias, adaptation)
-            places = TokenPlaces(positions, slots, cos_sin)
             head_weights = None
             if q_weight is not None and k_weight is not None:
                 head_weights = torch.stack([q_weight] * num_heads + [k_weight] * num_kv_heads)
             return qk_norm_rope_store_reference(
                 qkv,
                 places,
-                keys,
-                values,
+                kv,
                 num_heads=num_heads,
                 head_weights=head_weights,
                 eps=eps,
-                **scales,
             )
 
         return self._kernel(heads)

@@ -11,9 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from minisgl_backend.attention.base import AttentionShape, KVScale
+from minisgl_backend.attention.base import AttentionShape
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.execution.storage import KVStorage
+from minisgl_backend.kernels.paged_kv import KVScale
 from minisgl_backend.models.build import build_model
 from minisgl_backend.models.catalog import load_spec, parse_spec
 from minisgl_backend.models.kv_scales import read_kv_scales

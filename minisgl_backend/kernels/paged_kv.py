@@ -1,0 +1,40 @@
+"""Keys and values in pages, as every attention kernel and every attention backend takes them.
+
+Must not know which page is whose.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # ``models.spec`` imports this module and needs no torch
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class KVScale:
+    """The factors for a layer's keys and values if its pages hold float8."""
+
+    k: float = 1.0
+    v: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PagedKV:
+    """Keys and values of one layer, [num_pages + 1, page_size, num_kv_heads, head_dim].
+
+    If they are float8, they are multiplied by ``k_scale`` and ``v_scale`` (float32 [1]); ``scale``
+    holds the same two numbers on the host. Positions beyond a row's end are finite.
+
+    ``sinks`` [num_heads], in the type of the queries, add one more score, without a value, to each
+    softmax of a head (arXiv 2309.17453). The sink takes its part of the sum and contributes
+    nothing, so attention without sinks is multiplied by sigmoid(log-sum-exp - sink).
+    """
+
+    keys: Tensor
+    values: Tensor
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+    scale: KVScale = field(default_factory=KVScale)
+    sinks: Tensor | None = None

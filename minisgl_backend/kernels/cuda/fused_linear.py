@@ -14,14 +14,15 @@ import ctypes
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from minisgl_backend.gates import Gate
 from minisgl_backend.kernels.adapters import Adaptation, AdaptersShape
 from minisgl_backend.kernels.cuda.adapters import shrink_kernel
+from minisgl_backend.kernels.cuda.gates import gate_macro
 from minisgl_backend.kernels.cuda.gemv import Gemv
 from minisgl_backend.kernels.cuda.heads import Heads
 from minisgl_backend.kernels.cuda.module import (
@@ -103,9 +104,39 @@ class _Joined:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _CutKernel:
+    """The kernel with a cut. ``joined``: it computes x A^T of adapters itself."""
+
     cut: Cut
     kernel: CudaKernel
     joined: _Joined | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Results:
+    """What is done with x W^T: by default nothing.
+
+    With a ``gate``, the weight holds G and then U, and gate(x G^T) * (x U^T) is left. If
+    ``residual``, the product is added to the residual stream. With a ``head_dim``, it consists of
+    heads of this size, whose keys and values are stored in pages of ``page_size``, which are
+    float8_e4m3fn if ``fp8``.
+    """
+
+    gate: Gate | None = None
+    residual: bool = False
+    head_dim: int | None = None
+    page_size: int = 1
+    fp8: bool = False
+
+    @property
+    def macros(self) -> dict[str, int]:
+        """Those that ``linear.cu`` and ``gemv.cu`` have in common."""
+        return {
+            "GATED": self.gate is not None,
+            "GATE": gate_macro(self.gate),
+            "RESIDUAL": self.residual,
+            "FP8": self.fp8,
+            "PAGE_SIZE": self.page_size,
+        }
 
 
 class FusedLinear:
@@ -119,87 +150,94 @@ class FusedLinear:
         self,
         shape: Sequence[int],
         device: torch.device,
+        results: Results,
         *,
         most_tokens: int,
         cuts: Mapping[int, Cut] | None,
-        head_dim: int | None = None,
-        pairs: int | None = None,
-        codes: CodesKind | None = None,
-        adapters: AdaptersShape | None = None,
-        **kind: int,
+        codes: CodesKind | None,
+        adapters: AdaptersShape | None,
     ) -> None:
         """``cuts`` are keyed by the largest batch that each is for. By default they are those of
-        ``cut_of``, besides the kernel of ``cuda.gemv`` if it is faster for one row. ``head_dim``: a
-        tile is a head. ``pairs``: the distance between a gate's row of the weight and the row that
-        it opens. ``codes``: the kind of packed weights. ``adapters``: launches may have an
-        adaptation of this shape, for which there are separate kernels. ``kind`` are the macros of
-        ``linear.cu`` that say what is done with the results.
-        """
-        height, in_features = shape
+        ``cut_of``, besides the kernel of ``cuda.gemv`` if it is faster for one row. ``codes``: the
+        kind of packed weights. ``adapters``: launches may have an adaptation of this shape, for
+        which there are separate kernels."""
         self.most_tokens = most_tokens
-        self._height, self._in_features = height, in_features
-        self._pairs, self._codes = pairs, codes
-        self._gemv: Gemv | None = None
-        if cuts is None:
-            macros = {**_OF_RESULTS, **kind, "HEADS": head_dim or 0}
-            self._gemv = _gemv(
-                (height, in_features), device, codes=codes, macros=macros, adapters=adapters
-            )
-        numbers = PLAIN if codes is None else codes.numbers(in_features)
-        batches = [batch for batch in BATCHES if batch <= most_tokens]
-        gated = bool(kind.get("GATED"))
-        of = partial(cut_of, head_dim=head_dim, numbers=numbers, gated=gated)
-        cuts_of: dict[bool, Mapping[int, Cut]] = {}
-        for adapted in (False,) if adapters is None else (False, True):
-            cuts_of[adapted] = cuts or {
-                # joined, thread blocks wait for those that compute x A^T, so all must run at the
-                # same time; more of them have not made larger batches faster
-                batch: of(batch, height, in_features, shared=not adapted)
-                for batch in batches
-            }
-        self._num_processors = num_processors(device)
-        self._device = device
-
-        joined: dict[int, _Joined | None] = {}
+        self._height, self._in_features = shape
+        self._device, self._num_processors = device, num_processors(device)
+        self._results, self._codes, self._adapters = results, codes, adapters
+        self._gemv = self._make_gemv() if cuts is None else None
+        self._kernels = {False: self._compile(cuts or self._cuts(), adapted=False)}
         if adapters is not None:
-            joined = {
-                batch: self._join(batch, cut, adapters) for batch, cut in cuts_of[True].items()
-            }
-
-        def compiled(what: tuple[Cut, _Joined | None], *, adapted: bool) -> _CutKernel:
-            cut, of_a = what
-            macros = {**_OF_RESULTS, **_macros(codes), **kind}
-            constants = {"SIZE": in_features, **macros, "ADAPTED": adapted}
-            constants["WHOLE"] = height % cut.features == 0
-            constants["JOINED"] = of_a is not None
-            constants["PUSHED"] = cut.pushed_bytes > 0
-            return _CutKernel(cut, _kernel(cut, constants, device), of_a)
-
-        self._kernels: dict[bool, dict[int, _CutKernel]] = {}
-        with ThreadPoolExecutor() as pool:
-            for adapted, own in cuts_of.items():
-                wanted = {
-                    batch: (cut, joined[batch] if adapted else None) for batch, cut in own.items()
-                }
-                different = list(dict.fromkeys(wanted.values()))
-                make = partial(compiled, adapted=adapted)
-                kernels = dict(zip(different, pool.map(make, different), strict=True))
-                self._kernels[adapted] = {batch: kernels[of] for batch, of in wanted.items()}
-        self._adapters = adapters
+            # joined, thread blocks wait for those that compute x A^T, so all must run at the same
+            # time; more of them have not made larger batches faster
+            own = cuts or self._cuts(shared=False)
+            self._kernels[True] = self._compile(own, adapted=True)
         self._shrink = None if adapters is None else shrink_kernel(device)
         self._turns = torch.zeros(2, dtype=torch.int32, device=device)
-        even = [cut for cut in cuts_of[False].values() if cut.even]
+        even = [of.cut for of in self._kernels[False].values() if of.cut.even]
         # a thread block without a step would write no partial result, and another would wait for it
-        assert all(cut.num_steps(height, in_features) >= self._num_processors for cut in even)
+        assert all(cut.num_steps(*shape) >= self._num_processors for cut in even)
         elements = max((cut.features * cut.tokens for cut in even), default=0)
         self._parts = torch.empty((self._num_processors, elements), device=device)
         self._are_there = torch.zeros(self._num_processors, dtype=torch.int32, device=device)
         self._maps: dict[tuple[int, int, int], TensorMap] = {}
         self._maps_of_a: dict[tuple[int, int], TensorMap] = {}
 
-    def _join(self, batch: int, cut: Cut, adapters: AdaptersShape) -> _Joined | None:
+    def _make_gemv(self) -> Gemv | None:
+        """The kernel for one row, if it is faster than a GEMM."""
+        shape, codes, results = (self._height, self._in_features), self._codes, self._results
+        cut = gemv_cut(*shape, codes, is_added=results.residual)
+        if cut is None:
+            return None
+        macros = {**results.macros, "HEADS": results.head_dim or 0}
+        adapters = None if codes is None else self._adapters
+        return Gemv(shape, self._device, codes=codes, cut=cut, macros=macros, adapters=adapters)
+
+    def _cuts(self, *, shared: bool = True) -> dict[int, Cut]:
+        """The cuts by default, keyed by the largest batch that each is for."""
+        numbers = PLAIN if self._codes is None else self._codes.numbers(self._in_features)
+        return {
+            batch: cut_of(
+                batch,
+                self._height,
+                self._in_features,
+                head_dim=self._results.head_dim,
+                numbers=numbers,
+                gated=self._results.gate is not None,
+                shared=shared,
+            )
+            for batch in BATCHES
+            if batch <= self.most_tokens
+        }
+
+    def _compile(self, cuts: Mapping[int, Cut], *, adapted: bool) -> dict[int, _CutKernel]:
+        """The kernels with these ``cuts``, by the same keys."""
+        wanted = {
+            batch: (cut, self._join(batch, cut) if adapted else None) for batch, cut in cuts.items()
+        }
+        different = list(dict.fromkeys(wanted.values()))
+
+        def compiled(what: tuple[Cut, _Joined | None]) -> _CutKernel:
+            cut, joined = what
+            constants = {
+                **(PLAIN_MACROS if self._codes is None else self._codes.macros),
+                **self._results.macros,
+                "HEADS": self._results.head_dim is not None,
+                "SIZE": self._in_features,
+                "WHOLE": self._height % cut.features == 0,
+                "ADAPTED": adapted,
+                "JOINED": joined is not None,
+            }
+            return _CutKernel(cut, _kernel(cut, constants, self._device), joined)
+
+        with ThreadPoolExecutor() as pool:
+            kernels = dict(zip(different, pool.map(compiled, different), strict=True))
+        return {batch: kernels[what] for batch, what in wanted.items()}
+
+    def _join(self, batch: int, cut: Cut) -> _Joined | None:
         """Not None if GEMMs of up to ``batch`` rows compute x A^T themselves."""
-        num_slots, columns = adapters
+        assert self._adapters is not None
+        num_slots, columns = self._adapters
         if self._codes is not None or batch > min(cut.tokens, _MOST_JOINED):
             return None
         tiles = -(-num_slots * columns // cut.features)
@@ -265,22 +303,14 @@ class FusedLinear:
         token_tiles = -(-num_rows // cut.tokens)
         # thread blocks with even parts wait for each other, so all must run at the same time
         blocks = self._num_processors // token_tiles if cut.even else tiles
+        if joined is not None and not cut.even:
+            blocks += joined.tiles
+        inner: Tensor | None = None
         if adaptation is not None:
-            memory = adaptation.memory
-            assert self._shrink is not None and memory.a.shape[:2] == self._adapters
-            values["adapters"] = _adapters(adaptation)
             if joined is None:
+                assert self._shrink is not None
                 inner = self._shrink(in_order, adaptation, turns=self._turns, pdl=pdl)
-                values["adapters"].inner = address(inner)
-                values["adapters"].turns = address(self._turns)
-            else:
-                if not cut.even:
-                    blocks += joined.tiles
-                values["adapters"].tiles_of_a = joined.tiles
-                values["adapters"].pairs = address(joined.pairs)
-                values["adapters"].launches = address(joined.launches)
-                values["a"] = self._map_of_a(memory.a, cut.features)
-        grid = token_tiles, blocks, cut.splits
+            values |= self._of_adapters(adaptation, of_cut, inner)
         arguments = _Arguments(
             weight=self._weight_map(weight, cut.features, cut.numbers.block),
             scales=address(scales),
@@ -294,8 +324,32 @@ class FusedLinear:
             tiles=tiles,
             **values,
         )
-        cluster = 1, 1, cut.splits
+        grid, cluster = (token_tiles, blocks, cut.splits), (1, 1, cut.splits)
         of_cut.kernel.launch(grid, cut.threads, arguments, cluster=cluster, pdl=pdl)
+
+    def _of_adapters(
+        self, adaptation: Adaptation, of_cut: _CutKernel, inner: Tensor | None
+    ) -> dict[str, Any]:
+        """The arguments about adapters. ``inner`` is x A^T, unless the GEMM computes it itself."""
+        memory, tokens, joined = adaptation.memory, adaptation.tokens, of_cut.joined
+        assert memory.b.is_contiguous() and memory.a.shape[:2] == self._adapters
+        second, third = memory.later_projections
+        adapters = _Adapters(
+            b=address(memory.b),
+            slots=address(tokens.slots),
+            ranks=address(tokens.ranks),
+            slot_stride=memory.b.stride(0),
+            columns=memory.a.shape[1],
+            max_rank=memory.b.shape[2],
+            second=second,
+            third=third,
+        )
+        if joined is None:
+            adapters.inner, adapters.turns = address(inner), address(self._turns)
+            return {"adapters": adapters}
+        adapters.tiles_of_a = joined.tiles
+        adapters.pairs, adapters.launches = address(joined.pairs), address(joined.launches)
+        return {"adapters": adapters, "a": self._map_of_a(memory.a, of_cut.cut.features)}
 
     def _map_of_a(self, a: Tensor, features: int) -> TensorMap:
         """The tensor map of the A of all adapters; cached like those of weights."""
@@ -312,58 +366,17 @@ class FusedLinear:
         while the model lives."""
         key = weight.data_ptr(), features, block
         if key not in self._maps:
-            size, pairs = weight.shape[1], self._pairs  # of codes in bytes
-            width = block
+            size, width = weight.shape[1], block  # of codes in bytes
             if self._codes is not None:
                 width = width * self._codes.encoding.bits // 8
-            if pairs is None:
+            if self._results.gate is None:
                 made = tensor_map(weight, (size, self._height), (size,), (width, features))
-            else:
-                shape, strides = (size, 8, 2, pairs // 8), (size, pairs * size, 8 * size)
+            else:  # 8 rows of G alternate with the 8 rows of U that they open
+                half = self._height // 2
+                shape, strides = (size, 8, 2, half // 8), (size, half * size, 8 * size)
                 made = tensor_map(weight, shape, strides, (width, 8, 2, features // 16))
             self._maps[key] = made
         return self._maps[key]
-
-
-def _adapters(adaptation: Adaptation) -> _Adapters:
-    """What every kernel is told about the adapters."""
-    b, tokens = adaptation.memory.b, adaptation.tokens
-    assert b.is_contiguous()
-    second, third = adaptation.memory.later_projections
-    return _Adapters(
-        b=address(b),
-        slots=address(tokens.slots),
-        ranks=address(tokens.ranks),
-        slot_stride=b.stride(0),
-        columns=adaptation.memory.a.shape[1],
-        max_rank=b.shape[2],
-        second=second,
-        third=third,
-    )
-
-
-_OF_RESULTS: Final = {"GATED": 0, "GATE": 0, "RESIDUAL": 0, "HEADS": 0, "FP8": 0, "PAGE_SIZE": 1}
-"""The macros that say what is done with results; by default nothing."""
-
-
-def _macros(codes: CodesKind | None) -> dict[str, int]:
-    return PLAIN_MACROS if codes is None else codes.macros
-
-
-def _gemv(
-    shape: tuple[int, int],
-    device: torch.device,
-    *,
-    codes: CodesKind | None,
-    macros: Mapping[str, int],
-    adapters: AdaptersShape | None,
-) -> Gemv | None:
-    """The kernel for one row, if it is faster than a GEMM."""
-    cut = gemv_cut(*shape, codes, is_added=bool(macros["RESIDUAL"]))
-    if cut is None:
-        return None
-    of_codes = None if codes is None else adapters
-    return Gemv(shape, device, codes=codes, cut=cut, macros=macros, adapters=of_codes)
 
 
 def _kernel(cut: Cut, constants: dict[str, int], device: torch.device) -> CudaKernel:
@@ -381,6 +394,7 @@ def _kernel(cut: Cut, constants: dict[str, int], device: torch.device) -> CudaKe
         "SPLITS": cut.splits,
         "WAYS": cut.ways,
         "EVEN": cut.even,
+        "PUSHED": cut.pushed_bytes > 0,
         "SHARED_BYTES": cut.shared_bytes,
         "PER_PROCESSOR": 2 if two else 1,
     }

@@ -23,8 +23,7 @@ from minisgl_backend.gates import Gate
 from minisgl_backend.kernels.adapters import Adaptation, AdaptersShape
 from minisgl_backend.kernels.cuda.adapters import ShrinkKernel, shrink_kernel
 from minisgl_backend.kernels.cuda.float8_linear import Float8Linear, Workspace
-from minisgl_backend.kernels.cuda.fused_linear import FusedLinear
-from minisgl_backend.kernels.cuda.gates import gate_macro
+from minisgl_backend.kernels.cuda.fused_linear import FusedLinear, Results
 from minisgl_backend.kernels.cuda.heads import Heads
 from minisgl_backend.kernels.cuda.module import address
 from minisgl_backend.kernels.linear_cut import MAX_TOKENS, Cut, cuts_of_many
@@ -50,17 +49,14 @@ class LinearKernel(FusedLinear):
         """``shape`` is the weight's."""
         self.gate = gate
         self._out_features = shape[0] if gate is None else shape[0] // 2
-        pairs = None if gate is None else self._out_features
         super().__init__(
             shape,
             device,
+            Results(gate=gate),
             most_tokens=most_tokens,
             cuts=cuts,
-            pairs=pairs,
             codes=codes,
             adapters=adapters,
-            GATED=gate is not None,
-            GATE=gate_macro(gate),
         )
 
     def __call__(
@@ -110,11 +106,11 @@ class ResidualKernel(FusedLinear):
         super().__init__(
             shape,
             device,
+            Results(residual=True),
             most_tokens=most_tokens,
             cuts=cuts,
             codes=codes,
             adapters=adapters,
-            RESIDUAL=True,
         )
 
     def __call__(
@@ -169,16 +165,14 @@ class HeadsKernel(FusedLinear):
     ) -> None:
         """``fp8``: the pages' type is float8_e4m3fn."""
         shape = (num_heads + 2 * num_kv_heads) * head_dim, in_features
-        constants = {"HEADS": 1, "PAGE_SIZE": page_size, "FP8": fp8}
         super().__init__(
             shape,
             device,
+            Results(head_dim=head_dim, page_size=page_size, fp8=fp8),
             most_tokens=most_tokens,
             cuts=cuts,
-            head_dim=head_dim,
             codes=codes,
             adapters=adapters,
-            **constants,
         )
         self._num_heads, self._num_kv_heads, self._head_dim = num_heads, num_kv_heads, head_dim
 

@@ -40,6 +40,7 @@ from minisgl_backend.attention.own_kernels import (
     InvariantAttention,
     TritonDecode,
     TritonPrefill,
+    decode_shape,
 )
 from minisgl_backend.attention.sdpa import SdpaAttention
 from minisgl_backend.attention.sections import (
@@ -236,15 +237,7 @@ def _why_not_cuda(setting: AttentionSetting) -> str | None:
         return reason
     from minisgl_backend.kernels.cuda.decode_attention import why_not
 
-    shape = setting.shape
-    return why_not(
-        num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        page_size=setting.page_size,
-        kv_dtype=setting.kv_dtype,
-        device=setting.device,
-    )
+    return why_not(decode_shape(setting), setting.device)
 
 
 def _why_not_flash_attn(setting: AttentionSetting) -> str | None:

@@ -7,6 +7,7 @@ Passes on the inputs of ``attention.base`` as kernels take them; must not know h
 from __future__ import annotations
 
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -30,6 +31,9 @@ from minisgl_backend.kernels.paged_kv import PagedKV
 from minisgl_backend.kernels.prefill_attention import prefill_attention
 from minisgl_backend.kernels.shared_attention import SharedAttention, SharedShape
 from minisgl_backend.plan import NO_GROUPS, Groups
+
+if TYPE_CHECKING:
+    from minisgl_backend.kernels.cuda.decode_attention import DecodeShape
 
 
 class TritonPrefill:
@@ -81,6 +85,22 @@ class TritonDecode:
         )
 
 
+def decode_shape(setting: AttentionSetting) -> DecodeShape:
+    """What the CUDA C++ kernels for this setting are compiled for."""
+    # imports the CUDA driver's bindings, which only installations for GPUs have
+    from minisgl_backend.kernels.cuda.decode_attention import DecodeShape
+
+    shape = setting.shape
+    return DecodeShape(
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        page_size=setting.page_size,
+        dtype=setting.dtype,
+        kv_dtype=setting.kv_dtype,
+    )
+
+
 class CudaDecode:
     """``GroupedDecode`` by ``kernels.cuda.decode_attention``, planned on the GPU once per step.
 
@@ -109,12 +129,7 @@ class CudaDecode:
             )
             self._shared = SharedAttention(of_groups, setting.device)
         self._kernel = DecodeAttentionKernel(
-            num_heads=shape.num_heads,
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
-            page_size=setting.page_size,
-            dtype=setting.dtype,
-            kv_dtype=setting.kv_dtype,
+            decode_shape(setting),
             max_batch_size=setting.max_batch_size,
             device=setting.device,
             shared=self._shared,

@@ -59,7 +59,7 @@ class Decoding:
         window: int | None = None,
         cut: Tuning | None = None,
     ):
-        from minisgl_backend.kernels.cuda.decode_attention import DecodeAttentionKernel
+        from minisgl_backend.kernels.cuda.decode_attention import DecodeAttentionKernel, DecodeShape
 
         torch.manual_seed(len(lengths))
         batch_size, longest = len(lengths), max(lengths)
@@ -85,12 +85,14 @@ class Decoding:
             v_scale=torch.full((1,), 2.0, device=device) if is_fp8 else None,
         )
         self.kernel = DecodeAttentionKernel(
-            num_heads=heads.num_heads,
-            num_kv_heads=heads.num_kv_heads,
-            head_dim=heads.head_dim,
-            page_size=page_size,
-            dtype=torch.bfloat16,
-            kv_dtype=kv_dtype,
+            DecodeShape(
+                num_heads=heads.num_heads,
+                num_kv_heads=heads.num_kv_heads,
+                head_dim=heads.head_dim,
+                page_size=page_size,
+                dtype=torch.bfloat16,
+                kv_dtype=kv_dtype,
+            ),
             max_batch_size=max(batch_size, 256),
             device=device,
             cut=cut,

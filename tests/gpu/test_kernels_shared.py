@@ -242,16 +242,18 @@ def test_a_captured_call_follows_the_groups(device: torch.device) -> None:
 
 
 def _grouped(case: SharedDecoding):  # type: ignore[no-untyped-def]
-    from minisgl_backend.kernels.cuda.decode_attention import DecodeAttentionKernel
+    from minisgl_backend.kernels.cuda.decode_attention import DecodeAttentionKernel, DecodeShape
 
     heads = case.heads
     kernel = DecodeAttentionKernel(
-        num_heads=heads.num_heads,
-        num_kv_heads=heads.num_kv_heads,
-        head_dim=heads.head_dim,
-        page_size=case.page_size,
-        dtype=torch.bfloat16,
-        kv_dtype=case.kv.keys.dtype,
+        DecodeShape(
+            num_heads=heads.num_heads,
+            num_kv_heads=heads.num_kv_heads,
+            head_dim=heads.head_dim,
+            page_size=case.page_size,
+            dtype=torch.bfloat16,
+            kv_dtype=case.kv.keys.dtype,
+        ),
         max_batch_size=256,
         device=case.q.device,
         shared=case.shared,

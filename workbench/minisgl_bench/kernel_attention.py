@@ -61,19 +61,21 @@ def _cuda_attention(
 ) -> list[Call]:
     """This package's kernel in CUDA C++, if the GPU can run it."""
     try:
-        from minisgl_backend.kernels.cuda.decode_attention import DecodeAttentionKernel
+        from minisgl_backend.kernels.cuda.decode_attention import DecodeAttentionKernel, DecodeShape
     except ImportError:
         return []
     if torch.cuda.get_device_capability() < (9, 0):
         return []
     q, kv, table, lengths = inputs[0]
     kernel = DecodeAttentionKernel(
-        num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        page_size=PAGE_SIZE,
-        dtype=q.dtype,
-        kv_dtype=kv.keys.dtype,
+        DecodeShape(
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            page_size=PAGE_SIZE,
+            dtype=q.dtype,
+            kv_dtype=kv.keys.dtype,
+        ),
         max_batch_size=len(q),
         device=q.device,
     )

@@ -31,6 +31,37 @@ _PART: Final = 16
 _HEADS: Final = 8
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeShape:
+    """What kernels are compiled for. ``dtype`` is that of queries, ``kv_dtype`` that of pages."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+
+    @property
+    def group(self) -> int:
+        """Query heads of a KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def is_fp8(self) -> bool:
+        return self.kv_dtype == torch.float8_e4m3fn
+
+    @property
+    def columns(self) -> int:
+        """Pairs of columns of an MMA's fragment that hold query heads."""
+        return 1 if self.group <= 2 else 2 if self.group <= 4 else 4
+
+    @property
+    def quads(self) -> int:
+        """float4 of each lane in a partial result that thread blocks exchange."""
+        return self.head_dim // 16 + 1
+
+
 @dataclass(frozen=True, slots=True)
 class Tuning:
     """How rows are cut into runs, and runs into tiles.
@@ -46,13 +77,18 @@ class Tuning:
     leaving: int = 1
     least: int = 4
 
+    def ring_bytes(self, shape: DecodeShape) -> int:
+        """Bytes of the ring of a warp: keys and values."""
+        position = 2 * shape.head_dim * shape.kv_dtype.itemsize
+        return self.stages * self.parts * _PART * position
 
-def tuning(kv_dtype: torch.dtype, head_dim: int) -> Tuning:
+
+def tuning(shape: DecodeShape) -> Tuning:
     """What was fastest on an H200. The rings of wide heads leave room for one thread block."""
-    is_wide, is_fp8 = head_dim > 128, kv_dtype == torch.float8_e4m3fn
+    is_wide = shape.head_dim > 128
     return Tuning(
-        parts=2 if is_fp8 else 1,
-        stages=2 if is_wide or is_fp8 else 3,
+        parts=2 if shape.is_fp8 else 1,
+        stages=2 if is_wide or shape.is_fp8 else 3,
         per_processor=1 if is_wide else 2,
     )
 
@@ -114,33 +150,20 @@ class _Kernels:
     num_warps: int
 
 
-def why_not(
-    *,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    page_size: int,
-    kv_dtype: torch.dtype,
-    device: torch.device,
-) -> str | None:
-    """Why the kernel cannot take these shapes on this GPU; None if it can."""
-    if num_heads // num_kv_heads > _HEADS:
+def why_not(shape: DecodeShape, device: torch.device) -> str | None:
+    """Why the kernel cannot take this shape on this GPU; None if it can."""
+    if shape.group > _HEADS:
         return f"needs at most {_HEADS} query heads a KV head"
-    if head_dim not in (64, 128, 256):
-        return f"needs heads of 64, 128 or 256 elements, not {head_dim}"
-    if page_size % _PART:
-        return f"needs a page_size that is a multiple of {_PART}, not {page_size}"
-    if kv_dtype not in (torch.bfloat16, torch.float16, torch.float8_e4m3fn):
-        return f"needs KV pages of two bytes or fp8, not {str(kv_dtype).removeprefix('torch.')}"
-    ring_bytes = _ring_bytes(tuning(kv_dtype, head_dim), head_dim, kv_dtype)
-    if _WARPS * ring_bytes > most_bytes(shared_bytes(device)):
-        return f"needs a GPU with more shared memory for heads of {head_dim} elements"
+    if shape.head_dim not in (64, 128, 256):
+        return f"needs heads of 64, 128 or 256 elements, not {shape.head_dim}"
+    if shape.page_size % _PART:
+        return f"needs a page_size that is a multiple of {_PART}, not {shape.page_size}"
+    if shape.kv_dtype not in (torch.bfloat16, torch.float16, torch.float8_e4m3fn):
+        name = str(shape.kv_dtype).removeprefix("torch.")
+        return f"needs KV pages of two bytes or fp8, not {name}"
+    if _WARPS * tuning(shape).ring_bytes(shape) > most_bytes(shared_bytes(device)):
+        return f"needs a GPU with more shared memory for heads of {shape.head_dim} elements"
     return None
-
-
-def _ring_bytes(cut: Tuning, head_dim: int, kv_dtype: torch.dtype) -> int:
-    """Of the ring of a warp."""
-    return cut.stages * 2 * cut.parts * _PART * head_dim * kv_dtype.itemsize
 
 
 class DecodeAttentionKernel:
@@ -158,72 +181,68 @@ class DecodeAttentionKernel:
 
     def __init__(
         self,
+        shape: DecodeShape,
         *,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        page_size: int,
-        dtype: torch.dtype,
-        kv_dtype: torch.dtype,
         max_batch_size: int,
         device: torch.device,
         cut: Tuning | None = None,
         shared: SharedAttention | None = None,
     ) -> None:
-        group = num_heads // num_kv_heads
-        cut = cut or tuning(kv_dtype, head_dim)
-        columns = 1 if group <= 2 else 2 if group <= 4 else 4
-        quads = head_dim // 16 + 1
-        ring_bytes = _ring_bytes(cut, head_dim, kv_dtype)
-        memory = shared_bytes(device)
-
-        def needed(num_warps: int, *, split: bool) -> int:
-            of_merging = (num_warps - 1) * quads * 32 * 16 if split else 0
-            return num_warps * ring_bytes + of_merging
-
-        def kernels(per_processor: int, *, split: bool = False, grouped: bool = False) -> _Kernels:
-            num_warps = _WARPS if split else math.gcd(num_kv_heads, _WARPS)
-            per_processor = per_processor * _WARPS // num_warps
-            constants = {
-                "HEAD_DIM": head_dim,
-                "GROUP": group,
-                "KV_HEADS": num_kv_heads,
-                "PAGE_SIZE": page_size,
-                "FP8": kv_dtype == torch.float8_e4m3fn,
-                "BFLOAT16": dtype == torch.bfloat16,
-                "WARPS": num_warps,
-                "STAGES": cut.stages,
-                "PER_PROCESSOR": per_processor,
-                "LEAVING": cut.leaving,
-                "LEAST": num_warps * cut.stages if split else cut.least,
-                "PARTS": cut.parts,
-                "COLUMNS": columns,
-                "MOST_SLOTS": MOST_SLOTS,
-                "SHARED": grouped,
-                "SPLIT": split,
-            }
-            module = CudaModule("decode_attention.cu", constants, device)
-            # leave no room for one more block: early launches would crowd some multiprocessors
-            most = max(needed(num_warps, split=split), memory // (per_processor + 1))
-            return _Kernels(
-                module.kernel("plan_decode_attention", shared_bytes=8 * max_batch_size),
-                module.kernel("decode_attention", shared_bytes=most),
-                per_processor * num_processors(device),
-                num_warps,
-            )
-
-        self._shared, self._num_kv_heads = shared, num_kv_heads
+        self._shape, self._cut = shape, cut or tuning(shape)
+        self._max_batch_size, self._device, self._shared = max_batch_size, device, shared
+        per_processor, memory = self._cut.per_processor, shared_bytes(device)
         # GPUs of compute capability 12 have too little for warps that share 16-bit positions
-        few_a_processor = [
-            n for n in _FEW_A_PROCESSOR if needed(_WARPS, split=True) <= most_bytes(memory, n)
-        ]
+        of_split = self._needed_bytes(_WARPS, split=True)
+        few_a_processor = [n for n in _FEW_A_PROCESSOR if of_split <= most_bytes(memory, n)]
         with ThreadPoolExecutor() as pool:
-            single = pool.submit(kernels, cut.per_processor)
-            few = [pool.submit(kernels, n, split=True) for n in few_a_processor]
-            self._grouped = None if shared is None else kernels(cut.per_processor, grouped=True)
+            single = pool.submit(self._compile, per_processor)
+            few = [pool.submit(self._compile, n, split=True) for n in few_a_processor]
+            self._grouped = None if shared is None else self._compile(per_processor, grouped=True)
         self._single, self._few = single.result(), [made.result() for made in few]
         num_pieces = self._single.num_blocks * self._single.num_warps
-        self._pieces = empty_words((num_pieces, quads, columns, 8, 4), device)
+        self._pieces = empty_words((num_pieces, shape.quads, shape.columns, 8, 4), device)
+
+    def _needed_bytes(self, num_warps: int, *, split: bool) -> int:
+        """Shared memory of a thread block: rings, and what warps merge if they share positions."""
+        of_merging = (num_warps - 1) * self._shape.quads * 32 * 16 if split else 0
+        return num_warps * self._cut.ring_bytes(self._shape) + of_merging
+
+    def _compile(
+        self, per_processor: int, *, split: bool = False, grouped: bool = False
+    ) -> _Kernels:
+        """The kernels with ``per_processor`` times ``_WARPS`` warps per multiprocessor. If
+        ``split``, the warps of a thread block share positions."""
+        shape, cut = self._shape, self._cut
+        num_warps = _WARPS if split else math.gcd(shape.num_kv_heads, _WARPS)
+        per_processor = per_processor * _WARPS // num_warps
+        constants = {
+            "HEAD_DIM": shape.head_dim,
+            "GROUP": shape.group,
+            "KV_HEADS": shape.num_kv_heads,
+            "PAGE_SIZE": shape.page_size,
+            "FP8": shape.is_fp8,
+            "BFLOAT16": shape.dtype == torch.bfloat16,
+            "WARPS": num_warps,
+            "STAGES": cut.stages,
+            "PER_PROCESSOR": per_processor,
+            "LEAVING": cut.leaving,
+            "LEAST": num_warps * cut.stages if split else cut.least,
+            "PARTS": cut.parts,
+            "COLUMNS": shape.columns,
+            "MOST_SLOTS": MOST_SLOTS,
+            "SHARED": grouped,
+            "SPLIT": split,
+        }
+        module = CudaModule("decode_attention.cu", constants, self._device)
+        # leave no room for one more block: early launches would crowd some multiprocessors
+        leaving_none = shared_bytes(self._device) // (per_processor + 1)
+        of_block = max(self._needed_bytes(num_warps, split=split), leaving_none)
+        return _Kernels(
+            module.kernel("plan_decode_attention", shared_bytes=8 * self._max_batch_size),
+            module.kernel("decode_attention", shared_bytes=of_block),
+            per_processor * num_processors(self._device),
+            num_warps,
+        )
 
     def plan(
         self,
@@ -318,6 +337,6 @@ class DecodeAttentionKernel:
             assert self._grouped is not None
             return self._grouped, self._shared
         for few in self._few:
-            if num_rows * self._num_kv_heads <= few.num_blocks:
+            if num_rows * self._shape.num_kv_heads <= few.num_blocks:
                 return few, None
         return self._single, None

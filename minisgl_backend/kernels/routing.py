@@ -10,6 +10,7 @@ Hopper ``cuda.routing`` has kernels for both.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -34,6 +35,19 @@ class Choices:
     def elsewhere_ids(self) -> Tensor | None:
         """``ids`` if some of them may be -1."""
         return self.ids if self.elsewhere else None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RouterExtras:
+    """What a router may have besides its weight, each [num_experts]: a ``bias`` of its logits; the
+    ``correction`` and the ``factors`` that ``choose`` takes."""
+
+    bias: Tensor | None = None
+    correction: Tensor | None = None
+    factors: Tensor | None = None
+
+
+NO_EXTRAS: Final = RouterExtras()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +27,7 @@ from minisgl_backend.kernels.experts import (
     has_kernel,
     sum_outputs,
 )
-from minisgl_backend.kernels.routing import Choices
+from minisgl_backend.kernels.routing import NO_EXTRAS, Choices, RouterExtras
 from minisgl_backend.layers.expert_memory import ExpertMemory
 from minisgl_backend.layers.feed_forward import GatedMLP
 from minisgl_backend.layers.norm import Normed, RMSNorm, add_sum
@@ -94,9 +95,7 @@ class ExpertsMLP(nn.Module):
             shared=self.shared if fused else None,
         )
         self._kernels: ExpertsKernels | None = None
-        # both in float32, as these kernels take them
-        self._router_bias: Tensor | None = None
-        self._expert_factors: Tensor | None = None
+        self._router_extras = NO_EXTRAS  # as these kernels take them
         self._packed: ExpertWeights | None = None
         self._most_half_done = 0  # up to this many tokens the next reader takes half-done norms
 
@@ -127,10 +126,12 @@ class ExpertsMLP(nn.Module):
             memory.copy(self.shared)
         if memory.form is not None:
             self._packed = self.weights.packed()
-        if self.router.bias is not None:
-            self._router_bias = self.router.bias.float()
-        if self.router.factors is not None:
-            self._expert_factors = self.router.factors.float()
+        bias, factors = self.router.bias, self.router.factors
+        self._router_extras = RouterExtras(
+            bias=None if bias is None else bias.float(),
+            correction=self.router.correction,
+            factors=None if factors is None else factors.float(),
+        )
         weights = self.weights
         self._kernels = make.kernels(
             self.spec.routing,
@@ -180,7 +181,16 @@ class ExpertsMLP(nn.Module):
         ``rows`` and are chosen by ``routed``, both [num_tokens, hidden_size] and normalized. Only
         without a shared expert."""
         if (kernels := self._kernels) is not None:
-            return sum_outputs(*self._by_kernels(kernels, rows, routed=routed, pdl=pdl), pdl=pdl)
+            of_experts = kernels(
+                rows,
+                self.router.weight,
+                partial(self._logits, routed, pdl),
+                self.weights,
+                extras=self._router_extras,
+                routed=routed,
+                pdl=pdl,
+            )
+            return sum_outputs(*of_experts, pdl=pdl)
         choices = self._held(self.router(routed))
         if self.fused and has_kernel(rows, self.weights):
             return sum_outputs(expert_outputs(rows, self.weights, choices), choices, pdl=pdl)
@@ -216,39 +226,28 @@ class ExpertsMLP(nn.Module):
             return expert_outputs(read, self.weights, choices), choices, shared
         rows, squares = x.unscaled(pdl=pdl)
         router, shared = self.router.weight, None
-        rest: dict[str, Any] = {"squares": squares, "eps": x.eps}
-        if self.memory.has_shared and adapted is None and kernels.takes_shared(len(rows), router):
-            rest["with_shared"] = True
-            rest["shared_gate"] = None if self.shared_gate is None else self.shared_gate[0]
-        else:
+        is_choice = (
+            self.memory.has_shared and adapted is None and kernels.takes_shared(len(rows), router)
+        )
+        if not is_choice:
             ready = Normed(rows, x.norm if squares is not None else None, squares)
             shared = self._of_shared(ready, pdl, adapted)
-        outputs, choices = self._by_kernels(kernels, rows, pdl=pdl, **rest)
+        outputs, choices = kernels(
+            rows,
+            router,
+            partial(self._logits, rows, pdl),
+            self.weights,
+            extras=self._router_extras,
+            with_shared=is_choice,
+            shared_gate=self._gate_of_shared if is_choice else None,
+            squares=squares,
+            eps=x.eps,
+            pdl=pdl,
+        )
         return outputs, choices, shared
 
-    def _by_kernels(
-        self,
-        kernels: ExpertsKernels,
-        rows: Tensor,
-        *,
-        routed: Tensor | None = None,
-        pdl: bool,
-        **rest: Any,
-    ) -> tuple[Tensor, Choices]:
-        """What ``kernels`` return; their router reads ``routed``, or otherwise ``rows``."""
-        of_router = rows if routed is None else routed
-        return kernels(
-            rows,
-            self.router.weight,
-            lambda biased: self.router.logits(of_router, biased=biased, pdl=pdl),
-            self.weights,
-            routed=routed,
-            bias=self._router_bias,
-            correction=self.router.correction,
-            expert_factors=self._expert_factors,
-            pdl=pdl,
-            **rest,
-        )
+    def _logits(self, x: Tensor, pdl: bool, biased: bool) -> Tensor:
+        return self.router.logits(x, biased=biased, pdl=pdl)
 
     def _of_shared(
         self, x: Normed, pdl: bool, adapted: AdaptedTokens | None
@@ -258,9 +257,14 @@ class ExpertsMLP(nn.Module):
         if self.shared is None:
             return None
         part = self.shared.part(x, pdl=pdl, adapted=adapted)
-        if self.shared_gate is None:
+        if (gate := self._gate_of_shared) is None:
             return SharedOutput(part)
-        return SharedOutput(part, self.shared_gate[0], x.x, x.squares, x.eps)
+        return SharedOutput(part, gate, x.x, x.squares, x.eps)
+
+    @property
+    def _gate_of_shared(self) -> Tensor | None:
+        """[hidden_size]"""
+        return None if self.shared_gate is None else self.shared_gate[0]
 
     @property
     def weights(self) -> ExpertWeights:

@@ -26,7 +26,7 @@ from minisgl_backend.kernels.experts import (
 from minisgl_backend.kernels.gemv_cut import expert_gemv_cut
 from minisgl_backend.kernels.packed_weight import CodesKind, PackedWeight, pack_experts
 from minisgl_backend.kernels.quantized import FP8_MAX, QuantizedWeight, dequantized, quantize
-from minisgl_backend.kernels.routing import Choices, align, choose
+from minisgl_backend.kernels.routing import Choices, RouterExtras, align, choose
 from minisgl_backend.weight_format import Encoding
 from tests.gpu.compare import assert_close
 
@@ -376,10 +376,9 @@ def test_routing(
     squares = torch.rand(16, num_tokens, device=device) * size / 8 if half_done else None
     addends = torch.randn(num_experts, device=device) if half_done else None
     of_experts = torch.rand(num_experts, device=device) + 0.5 if scaled else None
-    rest: dict[str, Any] = {"bias": addends, "correction": bias, "squares": squares, "eps": 1e-6}
-    rest["expert_factors"] = of_experts
+    extras = RouterExtras(bias=addends, correction=bias, factors=of_experts)
     for _ in range(2):  # the second launch finds the counter as the first one left it
-        routed = kernel(logits, block=block, **rest)
+        routed = kernel(logits, extras, block=block, squares=squares, eps=1e-6)
     scores = logits.float()
     if squares is not None:
         assert routed.factors is not None
@@ -514,7 +513,13 @@ def test_whole_layers_of_gemma_4(
     plain = ExpertWeights(plain_up, plain_down, gate=gate)
     for pdl in (False, True):
         outputs, found = kernels(
-            x, router, of_router, experts, routed=routed, expert_factors=factors, pdl=pdl
+            x,
+            router,
+            of_router,
+            experts,
+            routed=routed,
+            extras=RouterExtras(factors=factors),
+            pdl=pdl,
         )
         here = found.ids >= 0
         ids = torch.where(here, found.ids.long() + begin, 0)
@@ -626,10 +631,12 @@ def test_routing_with_the_routers_gemm(
     if bias is not None:
         logits[:, :num_experts] += bias
     expected = choose(logits[:, :num_experts], rule, factors=factors)
-    rest: dict[str, Any] = {"bias": bias, "expert_factors": factors, "squares": squares}
-    rest["eps"] = 1e-6
+    extras = RouterExtras(bias=bias, factors=factors)
+    rest: dict[str, Any] = {"squares": squares, "eps": 1e-6}
     for _ in range(2):
-        found = kernel.of_rows(x, weight, with_shared=has_gate, shared_gate=gate, **rest).choices
+        found = kernel.of_rows(
+            x, weight, extras, with_shared=has_gate, shared_gate=gate, **rest
+        ).choices
         assert torch.equal(found.ids[:, :6].long(), expected.ids)
         assert_close(found.weights[:, :6].contiguous(), expected.weights)
         if has_gate:
@@ -657,9 +664,10 @@ def test_routing_by_corrected_scores(
     correction = torch.randn(128, device=device) / (8 if sigmoid else 128)
     expected = choose(F.linear(x.double(), weight.double()), rule, correction.double())
     logits = torch.mm(x, weight.t(), out_dtype=torch.float32)
-    ways = [kernel(logits, block=block, correction=correction)]
+    extras = RouterExtras(correction=correction)
+    ways = [kernel(logits, extras, block=block)]
     if kernel.takes_rows(num_tokens, weight, block=block):
-        ways.append(kernel.of_rows(x, weight, block=block, correction=correction))
+        ways.append(kernel.of_rows(x, weight, extras, block=block))
     assert len(ways) == (2 if num_tokens <= 8 else 1)
     for routed in ways:
         assert torch.equal(routed.choices.ids.long(), expected.ids)
@@ -685,7 +693,7 @@ def test_routing_with_the_routers_gemm_sorts(
     for bias in (None, torch.arange(num_experts, device=device) * 100.0):
         x = torch.randn(num_tokens, 512, device=device).bfloat16()
         for _ in range(2):
-            routed = kernel.of_rows(x, weight, block=block, bias=bias)
+            routed = kernel.of_rows(x, weight, RouterExtras(bias=bias), block=block)
         ids, aligned = routed.choices.ids, routed.alignment
         assert aligned is not None
         used = int((aligned.experts >= 0).sum())

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from math import prod
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from minisgl_backend.kernels.experts import ExpertWeights
 from minisgl_backend.kernels.gemv_cut import are_few, expert_gemv_cut
 from minisgl_backend.kernels.packed_weight import CodesKind, PackedWeight
 from minisgl_backend.kernels.quantized import QuantizedWeight
-from minisgl_backend.kernels.routing import Choices
+from minisgl_backend.kernels.routing import NO_EXTRAS, Choices, RouterExtras
 
 
 class _Path(Protocol):
@@ -204,12 +204,10 @@ class ExpertsKernels:
         logits: Callable[[bool], Tensor],
         experts: ExpertWeights,
         *,
+        extras: RouterExtras = NO_EXTRAS,
         routed: Tensor | None = None,
         with_shared: bool = False,
         shared_gate: Tensor | None = None,
-        bias: Tensor | None = None,
-        correction: Tensor | None = None,
-        expert_factors: Tensor | None = None,
         squares: Tensor | None = None,
         eps: float = 0.0,
         pdl: bool = False,
@@ -219,31 +217,31 @@ class ExpertsKernels:
 
         ``x`` [num_tokens, hidden_size] is normalized; with ``squares``, its norm is half done
         (``cuda.linear``). The router reads ``routed``, of the same shape, or otherwise ``x``; its
-        norm is complete. ``router`` is the router's weight; ``bias``, float32 [num_experts], is
-        added to its logits. ``logits`` computes these, [num_tokens, num_experts], if no kernel here
-        does; its argument says whether it adds the bias, which it does only if the norm is
-        complete. ``correction`` and ``expert_factors``: see ``RoutingKernel``. ``with_shared`` all
-        tokens also take the last expert: it is one more choice. Its weight is 1 or, with a
-        ``shared_gate`` [hidden_size], the sigmoid.
+        norm is complete. ``router`` is the router's weight; ``extras`` as ``RoutingKernel`` takes
+        them. ``logits`` computes its logits, [num_tokens, num_experts], if no kernel here does; its
+        argument says whether it adds the bias, which it does only if the norm is complete.
+        ``with_shared`` all tokens also take the last expert: it is one more choice. Its weight is 1
+        or, with a ``shared_gate`` [hidden_size], the sigmoid.
         """
         assert routed is None or (squares is None and not with_shared)
-        path = self._path(len(x))
-        rest: dict[str, Any] = {
-            "block": path.block,
-            "correction": correction,
-            "expert_factors": expert_factors,
-            "squares": squares,
-            "eps": eps,
-            "pdl": pdl,
-        }
-        if self._route.takes_rows(len(x), router, block=path.block):
-            rows = x if routed is None else routed
-            rest |= {"with_shared": with_shared, "shared_gate": shared_gate}
-            found = self._route.of_rows(rows, router, bias=bias, **rest)
+        path, route = self._path(len(x)), self._route
+        block = path.block
+        if route.takes_rows(len(x), router, block=block):
+            found = route.of_rows(
+                x if routed is None else routed,
+                router,
+                extras,
+                block=block,
+                with_shared=with_shared,
+                shared_gate=shared_gate,
+                squares=squares,
+                eps=eps,
+                pdl=pdl,
+            )
         else:
             assert not with_shared
-            bias = None if squares is None else bias
-            found = self._route(logits(squares is None), bias=bias, **rest)
+            of_router = logits(squares is None)
+            found = route(of_router, extras, block=block, squares=squares, eps=eps, pdl=pdl)
         of_all = experts.num_experts - 1 if with_shared else None
         outer = path(x, experts, found, of_all=of_all, pdl=pdl)
         return outer.view(*found.choices.ids.shape, -1), found.choices

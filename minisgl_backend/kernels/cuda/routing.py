@@ -19,7 +19,7 @@ from torch import Tensor
 from minisgl_backend.experts_spec import RoutingRule
 from minisgl_backend.kernels.cuda.empty_words import empty_words
 from minisgl_backend.kernels.cuda.module import CudaKernel, CudaModule, address
-from minisgl_backend.kernels.routing import Alignment, Choices
+from minisgl_backend.kernels.routing import NO_EXTRAS, Alignment, Choices, RouterExtras
 
 MOST_TOKENS: Final = 8
 """``FEW`` of the source: the most tokens for which a router's GEMM is computed; also the tokens of
@@ -136,22 +136,21 @@ class RoutingKernel:
     def __call__(
         self,
         logits: Tensor,
+        extras: RouterExtras = NO_EXTRAS,
         *,
         block: int,
-        bias: Tensor | None = None,
-        correction: Tensor | None = None,
-        expert_factors: Tensor | None = None,
         squares: Tensor | None = None,
         eps: float = 0.0,
         pdl: bool = False,
     ) -> Routed:
         """``logits`` [num_tokens, num_experts]. With ``squares``, they are of hidden states whose
-        norm these complete (``cuda.linear``). Then ``bias``, float32 [num_experts], is added.
-        ``correction`` and ``expert_factors`` [num_experts], the latter in float32: those that the
-        rule asks for (``kernels.routing.choose``)."""
+        norm these complete (``cuda.linear``). The bias in ``extras`` is added only then: otherwise
+        logits have theirs. It and the factors are float32."""
         arguments, routed = self._arguments(
-            len(logits), logits, block, bias, correction, expert_factors, squares, eps
+            len(logits), self.top_k, logits, extras, block, squares, eps
         )
+        if squares is None:
+            arguments.addends = None
         kernel, place = self._kernels[block]
         of_block = MOST_TOKENS if place is None else _THREADS // 32
         kernel.launch((-(-len(logits) // of_block), 1, 1), _THREADS, arguments, pdl=pdl)
@@ -169,26 +168,23 @@ class RoutingKernel:
         self,
         x: Tensor,
         weight: Tensor,
+        extras: RouterExtras = NO_EXTRAS,
         *,
         block: int = 0,
         with_shared: bool = False,
         shared_gate: Tensor | None = None,
-        bias: Tensor | None = None,
-        correction: Tensor | None = None,
-        expert_factors: Tensor | None = None,
         squares: Tensor | None = None,
         eps: float = 0.0,
         pdl: bool = False,
     ) -> Routed:
-        """The same for the logits x W^T, which are not rounded. ``with_shared``, the last expert of
-        the weights is one more choice of each token. Its weight is 1 or, with a ``shared_gate``
-        [hidden_size], sigmoid(x . shared_gate)."""
+        """The same for the logits x W^T plus the bias, which are not rounded. ``with_shared``, the
+        last expert of the weights is one more choice of each token. Its weight is 1 or, with a
+        ``shared_gate`` [hidden_size], sigmoid(x . shared_gate)."""
         assert x.is_contiguous() and weight.is_contiguous()
         assert shared_gate is None or (with_shared and shared_gate.is_contiguous())
         num_choices = self.top_k + with_shared
-        rest = bias, correction, expert_factors, squares, eps
         arguments, routed = self._arguments(
-            len(x), self._logits, block, *rest, num_choices=num_choices
+            len(x), num_choices, self._logits, extras, block, squares, eps
         )
         arguments.x, arguments.router = address(x), address(weight)
         arguments.shared_gate = address(shared_gate)
@@ -200,23 +196,20 @@ class RoutingKernel:
     def _arguments(
         self,
         num_tokens: int,
+        num_choices: int,
         logits: Tensor,
+        extras: RouterExtras,
         block: int,
-        bias: Tensor | None,
-        correction: Tensor | None,
-        expert_factors: Tensor | None,
         squares: Tensor | None,
         eps: float,
-        *,
-        num_choices: int | None = None,
     ) -> tuple[_Arguments, Routed]:
-        """The arguments of a launch, and the memory for what it writes. A token has top_k choices
-        unless ``num_choices`` says otherwise."""
+        """The arguments of a launch, and the memory for what it writes. ``num_choices`` are those
+        of a token."""
         (first, end), rule, device = self._held, self._rule, logits.device
-        assert (expert_factors is not None) == rule.scaled
-        assert expert_factors is None or expert_factors.dtype == torch.float32
+        assert (extras.factors is not None) == rule.scaled
+        assert extras.factors is None or extras.factors.dtype == torch.float32
         num_pairs = num_tokens * rule.top_k
-        shape = num_tokens, rule.top_k if num_choices is None else num_choices
+        shape = num_tokens, num_choices
         ids = torch.empty(shape, dtype=torch.int32, device=device)
         weights = torch.empty(shape, dtype=torch.float32, device=device)
         num_blocks = min(num_pairs, -(-num_pairs // block) + end - first) if block else 0
@@ -227,9 +220,9 @@ class RoutingKernel:
             factors = torch.empty(num_tokens, dtype=torch.float32, device=device)
         arguments = _Arguments(
             logits=address(logits),
-            addends=address(bias),
-            bias=address(correction),
-            expert_factors=address(expert_factors),
+            addends=address(extras.bias),
+            bias=address(extras.correction),
+            expert_factors=address(extras.factors),
             squares=address(squares),
             factors=address(factors),
             ids=address(ids),

@@ -45,7 +45,7 @@ from minisgl_backend.kernels.packed_weight import (
 from minisgl_backend.kernels.paged_kv import PagedKV
 from minisgl_backend.kernels.quantized import dequantized, quantize
 from minisgl_backend.kernels.rope_store import TokenPlaces, qk_norm_rope_store_reference
-from minisgl_backend.kernels.routing import Choices, choose
+from minisgl_backend.kernels.routing import Choices, RouterExtras, choose
 from minisgl_backend.kernels.rows import RowTable, StepInputs, begin_decode, keep_sampled
 from minisgl_backend.kernels.sampling_table import ONCE
 from minisgl_backend.kernels.small_batch import small_batch_linear
@@ -592,10 +592,8 @@ class TwinExperts:
             logits: Callable[[bool], Tensor],
             experts: ExpertWeights,
             *,
-            routed: Tensor | None,
-            bias: Tensor | None,
-            correction: Tensor | None,
-            expert_factors: Tensor | None,
+            extras: RouterExtras,
+            routed: Tensor | None = None,
             pdl: bool,
             with_shared: bool = False,
             shared_gate: Tensor | None = None,
@@ -612,8 +610,8 @@ class TwinExperts:
             if squares is not None:
                 scale = (squares.sum(0)[:, None] / x.shape[1] + eps).rsqrt()
             scores = scale * logits(False)
-            scores = scores if bias is None else scores + bias
-            chosen = choose(scores, rule, correction, expert_factors)
+            scores = scores if extras.bias is None else scores + extras.bias
+            chosen = choose(scores, rule, extras.correction, extras.factors)
             is_here = (chosen.ids >= begin) & (chosen.ids < end)
             ids, weights = torch.where(is_here, chosen.ids - begin, -1), chosen.weights
             if with_shared:

@@ -93,6 +93,11 @@ class Numbers:
     block: int = BLOCK
     scales: int = 0
 
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a row in a stage."""
+        return self.block * self.bits // 8
+
 
 PLAIN: Final = Numbers()
 

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from minisgl_backend.gates import ClampedGate, Gate
-from minisgl_backend.kernels.cuda.experts_many import experts_map, rounded_rows
+from minisgl_backend.kernels.cuda.experts_many import rounded_rows
 from minisgl_backend.kernels.cuda.gates import gate_arguments, gate_macro
 from minisgl_backend.kernels.cuda.module import CudaKernel, CudaModule, TensorMap, address
+from minisgl_backend.kernels.cuda.weight_maps import WeightMaps
 from minisgl_backend.kernels.dispatch import num_processors
 from minisgl_backend.kernels.expert_cut import ExpertCut
 from minisgl_backend.kernels.linear_cut import CODES_BLOCK, PLAIN
@@ -92,7 +93,7 @@ class GroupedKernel:
             kernels = pool.map(compiled, cuts)
         self._kernels = dict(zip(cuts, kernels, strict=True))
         self._num_processors = num_processors(device)
-        self._maps: dict[tuple[int, int], TensorMap] = {}
+        self._maps = WeightMaps(gated=gate is not None)
 
     def __call__(
         self,
@@ -121,14 +122,14 @@ class GroupedKernel:
         scales = None
         if isinstance(weight, PackedWeight):
             assert weight.kind == self._codes
-            scales, numbers = weight.scales, weight.weight.codes
+            scales, numbers = weight.scales, weight.weight.codes.view(torch.uint8)
         else:
             numbers = weight
         assert x.is_contiguous() and (bias is None or bias.is_contiguous())
         if cut.rounded:
             x, factors = rounded_rows(x, factors, pdl=pdl)
         arguments = _Arguments(
-            weight=self._weight_map(numbers, cut.features),
+            weight=self._maps(numbers, self._numbers.block_bytes // numbers.itemsize, cut.features),
             x=address(x),
             out=address(out),
             pairs=address(pairs),
@@ -147,12 +148,3 @@ class GroupedKernel:
         movers = 2 if cut.tokens > 32 else 1
         kernel.launch(grid, 2 * cut.features + 32 * (1 + movers), arguments, pdl=pdl)
         return out
-
-    def _weight_map(self, weight: Tensor, features: int) -> TensorMap:
-        """The tensor map of a weight; cached, since weights do not move while the model lives."""
-        key = weight.data_ptr(), features
-        if key not in self._maps:
-            codes = weight.view(torch.uint8) if self._codes is not None else weight
-            width = self._numbers.block * self._numbers.bits // 8 // codes.itemsize
-            self._maps[key] = experts_map(codes, (width, features), gated=self._gate is not None)
-        return self._maps[key]

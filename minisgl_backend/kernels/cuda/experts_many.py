@@ -15,7 +15,8 @@ from torch import Tensor
 
 from minisgl_backend.gates import Gate
 from minisgl_backend.kernels.cuda.gates import gate_macro
-from minisgl_backend.kernels.cuda.module import CudaModule, TensorMap, address, tensor_map
+from minisgl_backend.kernels.cuda.module import CudaModule, TensorMap, address
+from minisgl_backend.kernels.cuda.weight_maps import WeightMaps
 from minisgl_backend.kernels.dispatch import num_processors
 from minisgl_backend.kernels.expert_cut import MANY
 from minisgl_backend.kernels.float8_rows import float8_rows
@@ -73,7 +74,7 @@ class ManyRowsKernel:
         module = CudaModule("experts_many.cu", constants, device)
         self._kernel = module.kernel("experts_many", shared_bytes=MANY.shared_bytes)
         self._num_clusters = num_processors(device) // MANY.cluster
-        self._maps: dict[int, TensorMap] = {}
+        self._maps = WeightMaps(gated=gate is not None)
 
     def __call__(
         self,
@@ -98,11 +99,11 @@ class ManyRowsKernel:
         scales, numbers = None, weight
         if isinstance(weight, PackedWeight):
             assert weight.kind == self._codes
-            scales, numbers = weight.scales, weight.weight.codes
+            scales, numbers = weight.scales, weight.weight.codes.view(torch.uint8)
             x, factors = rounded_rows(x, factors, pdl=pdl)
         assert isinstance(numbers, Tensor)
         arguments = _Arguments(
-            weight=self._weight_map(numbers),
+            weight=self._maps(numbers, 128 // numbers.itemsize, MANY.features // MANY.cluster),
             x=address(x),
             out=address(out),
             pairs=address(pairs),
@@ -118,33 +119,9 @@ class ManyRowsKernel:
         self._kernel.launch(grid, _THREADS, arguments, cluster=(MANY.cluster, 1, 1), pdl=pdl)
         return out
 
-    def _weight_map(self, weight: Tensor) -> TensorMap:
-        """The tensor map of a weight; cached, since weights do not move while the model lives."""
-        key = weight.data_ptr()
-        if key not in self._maps:
-            codes = weight if self._codes is None else weight.view(torch.uint8)
-            box = 128 // codes.itemsize, MANY.features // MANY.cluster
-            self._maps[key] = experts_map(codes, box, gated=self._gate is not None)
-        return self._maps[key]
-
 
 def rounded_rows(x: Tensor, factors: Tensor | None, *, pdl: bool) -> tuple[Tensor, Tensor]:
     """The rows of x in float8, and their factors: their scales times ``factors`` [num_rows]."""
     rows = float8_rows(x, x.shape[1], pdl=pdl)
     scales = rows.scales[: rows.num_rows, 0]
     return rows.numbers, scales if factors is None else scales * factors
-
-
-def experts_map(weight: Tensor, box: tuple[int, int], *, gated: bool) -> TensorMap:
-    """The tensor map of a weight [num_experts, height, in_features]. ``box`` is the number of
-    in_features and of rows that are loaded at a time. If ``gated``, 8 rows of the gate alternate
-    with the 8 rows that they open."""
-    assert weight.is_contiguous()
-    num_experts, height, size = weight.shape
-    width, rows = box
-    if not gated:
-        shape, strides = [size, height, num_experts], [size, height * size]
-        return tensor_map(weight, shape, strides, [width, rows, 1])
-    outs = height // 2
-    shape, strides = [size, 8, 2, outs // 8, num_experts], [size, outs * size, 8 * size]
-    return tensor_map(weight, shape, [*strides, height * size], [width, 8, 2, rows // 16, 1])

@@ -19,6 +19,7 @@ from torch import Tensor
 from minisgl_backend.gates import Gate
 from minisgl_backend.kernels.cuda.gates import gate_macro
 from minisgl_backend.kernels.cuda.module import CudaModule, TensorMap, address, tensor_map
+from minisgl_backend.kernels.cuda.weight_maps import WeightMaps
 from minisgl_backend.kernels.dispatch import num_processors
 from minisgl_backend.kernels.float8_cut import FEATURES, Float8Cut, cuts_of, why_not
 from minisgl_backend.kernels.float8_rows import Float8Rows
@@ -94,7 +95,7 @@ class Float8Kernel:
         self._kernel = module.kernel("float8_linear", shared_bytes=cut.shared_bytes)
         self._num_processors = num_processors(device)
         self._workspace = workspace
-        self._maps: dict[int, TensorMap] = {}
+        self._maps = WeightMaps(gated=gate is not None)
 
     def __call__(
         self,
@@ -114,7 +115,7 @@ class Float8Kernel:
         assert blocks and 2 * columns * self._height // FEATURES <= _MOST_COUNTERS
         size = self._in_features
         arguments = _Arguments(
-            weight=self._weight_map(weight.weight.codes),
+            weight=self._maps(weight.weight.codes.view(torch.uint8), 128, cut.loaded_rows),
             x=tensor_map(numbers, (size, num_rows), (size,), (128, cut.tokens)),
             out=address(out),
             factors=address(x.scales),
@@ -127,21 +128,6 @@ class Float8Kernel:
         cluster = cut.cluster, 1, 1
         self._kernel.launch((columns, blocks, 1), _THREADS, arguments, cluster=cluster, pdl=pdl)
         return out
-
-    def _weight_map(self, codes: Tensor) -> TensorMap:
-        """The tensor map of codes; cached, since weights do not move while the model lives."""
-        key = codes.data_ptr()
-        if key not in self._maps:
-            size, numbers = self._in_features, codes.view(torch.uint8)
-            rows = self._cut.loaded_rows
-            if self._gate is not None:
-                outs = self._out_features
-                shape, strides = (size, 8, 2, outs // 8), (size, outs * size, 8 * size)
-                made = tensor_map(numbers, shape, strides, (128, 8, 2, rows // 16))
-            else:
-                made = tensor_map(numbers, (size, self._height), (size,), (128, rows))
-            self._maps[key] = made
-        return self._maps[key]
 
 
 class Float8Linear:

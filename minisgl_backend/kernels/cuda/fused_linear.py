@@ -32,6 +32,7 @@ from minisgl_backend.kernels.cuda.module import (
     address,
     tensor_map,
 )
+from minisgl_backend.kernels.cuda.weight_maps import WeightMaps
 from minisgl_backend.kernels.dispatch import num_processors, shared_bytes
 from minisgl_backend.kernels.gemv_cut import gemv_cut
 from minisgl_backend.kernels.linear_cut import BATCHES, BLOCK, FEW_TOKENS, PLAIN, Cut, cut_of
@@ -180,8 +181,8 @@ class FusedLinear:
         elements = max((cut.features * cut.tokens for cut in even), default=0)
         self._parts = torch.empty((self._num_processors, elements), device=device)
         self._are_there = torch.zeros(self._num_processors, dtype=torch.int32, device=device)
-        self._maps: dict[tuple[int, int, int], TensorMap] = {}
-        self._maps_of_a: dict[tuple[int, int], TensorMap] = {}
+        self._maps = WeightMaps(gated=results.gate is not None)
+        self._maps_of_a = WeightMaps(gated=False)
 
     def _make_gemv(self) -> Gemv | None:
         """The kernel for one row, if it is faster than a GEMM."""
@@ -312,7 +313,7 @@ class FusedLinear:
                 inner = self._shrink(in_order, adaptation, turns=self._turns, pdl=pdl)
             values |= self._of_adapters(adaptation, of_cut, inner)
         arguments = _Arguments(
-            weight=self._weight_map(weight, cut.features, cut.numbers.block),
+            weight=self._maps(weight, cut.numbers.block_bytes // weight.itemsize, cut.features),
             scales=address(scales),
             x=tensor_map(x, (x.shape[1], num_rows), (x.stride(0),), (BLOCK, cut.tokens)),
             squares=address(squares),
@@ -332,7 +333,8 @@ class FusedLinear:
     ) -> dict[str, Any]:
         """The arguments about adapters. ``inner`` is x A^T, unless the GEMM computes it itself."""
         memory, tokens, joined = adaptation.memory, adaptation.tokens, of_cut.joined
-        assert memory.b.is_contiguous() and memory.a.shape[:2] == self._adapters
+        assert memory.a.is_contiguous() and memory.b.is_contiguous()
+        assert memory.a.shape[:2] == self._adapters
         second, third = memory.later_projections
         adapters = _Adapters(
             b=address(memory.b),
@@ -349,34 +351,8 @@ class FusedLinear:
             return {"adapters": adapters}
         adapters.tiles_of_a = joined.tiles
         adapters.pairs, adapters.launches = address(joined.pairs), address(joined.launches)
-        return {"adapters": adapters, "a": self._map_of_a(memory.a, of_cut.cut.features)}
-
-    def _map_of_a(self, a: Tensor, features: int) -> TensorMap:
-        """The tensor map of the A of all adapters; cached like those of weights."""
-        key = a.data_ptr(), features
-        if key not in self._maps_of_a:
-            assert a.is_contiguous()
-            num_slots, columns, size = a.shape
-            shape = size, num_slots * columns
-            self._maps_of_a[key] = tensor_map(a, shape, (size,), (BLOCK, features))
-        return self._maps_of_a[key]
-
-    def _weight_map(self, weight: Tensor, features: int, block: int) -> TensorMap:
-        """The tensor map of a weight, or of its codes in bytes; cached, since weights do not move
-        while the model lives."""
-        key = weight.data_ptr(), features, block
-        if key not in self._maps:
-            size, width = weight.shape[1], block  # of codes in bytes
-            if self._codes is not None:
-                width = width * self._codes.encoding.bits // 8
-            if self._results.gate is None:
-                made = tensor_map(weight, (size, self._height), (size,), (width, features))
-            else:  # 8 rows of G alternate with the 8 rows of U that they open
-                half = self._height // 2
-                shape, strides = (size, 8, 2, half // 8), (size, half * size, 8 * size)
-                made = tensor_map(weight, shape, strides, (width, 8, 2, features // 16))
-            self._maps[key] = made
-        return self._maps[key]
+        a = self._maps_of_a(memory.a.flatten(0, 1), BLOCK, of_cut.cut.features)
+        return {"adapters": adapters, "a": a}
 
 
 def _kernel(cut: Cut, constants: dict[str, int], device: torch.device) -> CudaKernel:

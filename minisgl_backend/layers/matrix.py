@@ -158,20 +158,20 @@ class Matrix(nn.Module, ABC):
                 pdl=pdl,
             )
         if adaptation is None:
-            return self._gemm(x, bias=bias, gate=gate, out=out, pdl=pdl)
+            return self._fallback_gemm(x, bias=bias, gate=gate, out=out, pdl=pdl)
         rows, shrink = x.normalized(pdl=pdl), self._shrink
         if gate is not None:
-            y = self._gemm(Normed(rows), bias=bias, gate=None, out=None, pdl=pdl)
+            y = self._fallback_gemm(Normed(rows), bias=bias, gate=None, out=None, pdl=pdl)
             return open_adapted_gates(y, rows, adaptation, gate, shrink=shrink, pdl=pdl)
         added = adapter_delta(rows, adaptation, bias=bias, shrink=shrink, pdl=pdl)
         return self._add_product(added, rows, pdl=pdl)
 
     def _is_streamed(self, num_tokens: int) -> bool:
-        """Whether ``_gemm`` replaces tensor cores, because it is faster."""
+        """Whether ``_fallback_gemm`` replaces tensor cores, because it is faster."""
         return False
 
     @abstractmethod
-    def _gemm(
+    def _fallback_gemm(
         self, x: Normed, *, bias: Tensor | None, gate: Gate | None, out: Tensor | None, pdl: bool
     ) -> Tensor:
         """``gemm`` without tensor-core kernels of this package, and without adapters."""
@@ -179,7 +179,7 @@ class Matrix(nn.Module, ABC):
     def _add_product(self, added: Tensor, x: Tensor, *, pdl: bool) -> Tensor:
         """``added`` + x W^T without tensor-core kernels of this package; ``added`` may be
         overwritten, ``x`` is normalized."""
-        y = self._gemm(Normed(x), bias=None, gate=None, out=None, pdl=pdl)
+        y = self._fallback_gemm(Normed(x), bias=None, gate=None, out=None, pdl=pdl)
         return y.add_(added)
 
     @abstractmethod
@@ -229,14 +229,14 @@ class Matrix(nn.Module, ABC):
             )
             return residual, Normed(scaled, norm, squares)
         if gemm is None or num_tokens > gemm.most_tokens:
-            added = self._add_gemm(residual, x, norm, bias=bias, group=group, pdl=pdl)
+            added = self._fallback_add_gemm(residual, x, norm, bias=bias, group=group, pdl=pdl)
             if added is not None:
                 return added
         own_bias = bias if group.rank == 0 else None  # once in the sum over the ranks
         part = self.gemm(x, bias=own_bias, pdl=pdl)
         return residual, add_sum(residual, part, norm, group, pdl=pdl)
 
-    def _add_gemm(
+    def _fallback_add_gemm(
         self,
         residual: Tensor,
         x: Normed,
@@ -308,7 +308,7 @@ class DenseMatrix(Matrix):
             if not keep:
                 self.weight = nn.Parameter(self._packed, requires_grad=False)
 
-    def _gemm(
+    def _fallback_gemm(
         self, x: Normed, *, bias: Tensor | None, gate: Gate | None, out: Tensor | None, pdl: bool
     ) -> Tensor:
         weight, num_tokens = self.weight, x.x.shape[0]
@@ -352,7 +352,7 @@ class DenseMatrix(Matrix):
             return super()._add_product(added, x, pdl=pdl)
         return torch.addmm(added, x, self.weight.t(), out=added)
 
-    def _add_gemm(
+    def _fallback_add_gemm(
         self,
         residual: Tensor,
         x: Normed,

@@ -138,7 +138,7 @@ class QuantizedMatrix(Matrix):
     def cast(self, dtype: torch.dtype) -> None:
         self.storage.cast(dtype)
 
-    def _gemm(
+    def _fallback_gemm(
         self, x: Normed, *, bias: Tensor | None, gate: Gate | None, out: Tensor | None, pdl: bool
     ) -> Tensor:
         of_some, float8 = self._float8_linear, self._float8
@@ -174,13 +174,14 @@ class Matrices:
     """Makes the matrices of a model.
 
     ``format_of`` says how a projection is stored, by its name in the checkpoint; None stands for
-    plain numbers. ``keeps`` says whether the device has kernels for weights of a format,
-    ``keeps_experts`` the same for experts' weights, and ``takes`` whether the kernels for a format
-    take [out_features, in_features]. ``fused``: matrices use this package's kernels.
+    plain numbers. ``keep_quantized``: the device has kernels for quantized weights;
+    ``keeps_experts`` says the same for those of experts, by their format, and ``takes`` whether the
+    kernels for a format take [out_features, in_features]. ``fused``: matrices use this package's
+    kernels.
     """
 
     format_of: Callable[[str], WeightFormat | None]
-    keeps: Callable[[WeightFormat], bool]
+    keep_quantized: bool
     keeps_experts: Callable[[WeightFormat], bool]
     fused: bool
     takes: Callable[[WeightFormat, int, int], bool]
@@ -207,25 +208,27 @@ class Matrices:
                 name: form for name, form in formats.items() if form.layout is not Layout.CONVERTED
             }
             return DenseMatrix(parts, ins, out_features, formats=of_checkpoint, fused=self.fused)
-        if len(formats) == len(parts) and _is_kept(list(formats.values()), self.keeps):
+        is_whole = len(formats) == len(parts)
+        if self.keep_quantized and is_whole and _are_one_weight(list(formats.values())):
             return QuantizedMatrix(parts, ins, out_features, formats=formats, fused=self.fused)
         return DenseMatrix(parts, ins, out_features, formats=formats, fused=self.fused)
 
     def stays_quantized(self, name: str) -> bool:
         """Whether a projection is quantized and stays so."""
-        form = self.format_of(name)
-        return form is not None and self.keeps(form)
+        return self.keep_quantized and self.format_of(name) is not None
 
     def experts_kept(self, formats: Sequence[WeightFormat | None]) -> bool:
         """Whether one ``StoredWeight`` holds the weights of all experts, in these formats, for
         kernels to compute with."""
         stored = [form for form in formats if form is not None]
-        return len(stored) == len(formats) and _is_kept(stored, self.keeps_experts)
+        if len(stored) < len(formats) or not _are_one_weight(stored):
+            return False
+        return self.keeps_experts(stored[0])
 
 
-def _is_kept(formats: Sequence[WeightFormat], keeps: Callable[[WeightFormat], bool]) -> bool:
-    """Whether all formats are the same, and kept. Not if there are several weights that may each
-    have a different order of inputs."""
+def _are_one_weight(formats: Sequence[WeightFormat]) -> bool:
+    """Whether one weight can hold several of these formats: they are the same, and not such that
+    each may have a different order of inputs."""
     first = formats[0]
     alike = all(form.stored_as == first.stored_as for form in formats)
-    return alike and not (first.reorders and len(formats) > 1) and keeps(first)
+    return alike and not (first.reorders and len(formats) > 1)

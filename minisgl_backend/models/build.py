@@ -72,7 +72,7 @@ def build_model(
     on_gpu = device.type == "cuda"
     matrices = Matrices(
         _format_of(spec, folder, load_format),
-        keeps=lambda form: keep_quantized,
+        keep_quantized=keep_quantized,
         keeps_experts=keeps_experts or (lambda form: keep_quantized),
         fused=on_gpu if fused is None else fused,
         takes=takes or (lambda form, out_features, in_features: True),

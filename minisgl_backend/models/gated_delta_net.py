@@ -66,7 +66,7 @@ class GatedDeltaNet(nn.Module):
         inputs["in_proj_z"] = values
         rates = {"in_proj_b": heads, "in_proj_a": heads}
         is_plain = not any(matrices.stays_quantized(f"{name}.{part}") for part in inputs)
-        plain = replace(matrices, keeps=lambda form: False)
+        plain = replace(matrices, keep_quantized=False)
         make = partial(MergedColumnLinear, name, spec.hidden_size, bias=False, padded=True)
         self.rates_proj: MergedColumnLinear | None = None
         if is_plain:

@@ -115,8 +115,8 @@ class TensorNames:
     left out. Those whose names for the decoder end with one of ``one_row`` are matrices of one row,
     which is the weight.
     With ``keeps_stacks`` a tensor of all experts is one weight, not several of one expert each.
-    With ``transposed_stacks`` inputs come before outputs in such tensors, which are plain. If
-    ``hidden_size`` is given, files may have either order: it is the usual one unless the tensor, or
+    With ``transposed_stacks`` inputs come before outputs in such tensors, which are plain. With
+    ``order_by_hidden_size`` files may have either order: it is the usual one unless the tensor, or
     the scales of its blocks, would then be of another hidden size.
     """
 
@@ -128,7 +128,7 @@ class TensorNames:
     one_row: tuple[str, ...] = ()
     keeps_stacks: bool = False
     transposed_stacks: bool = False
-    hidden_size: int | None = None
+    order_by_hidden_size: int | None = None
 
     def weights(self, name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, StoredAs]]:
         """The decoder's weights that the tensor ``name`` in a file holds; none if it is left out.
@@ -145,14 +145,10 @@ class TensorNames:
             own = f"model.{own}"
         stacked = None if self.keeps_stacks else _STACKED.fullmatch(own)
         if stacked is not None and len(shape) == (1 if stacked["scale"] == _OF_INPUTS else 3):
-            scale, is_transposed = stacked["scale"], self.transposed_stacks
-            if self.hidden_size is not None and scale in (None, "scale_inv"):
-                size = self.hidden_size if scale is None else -(-self.hidden_size // _BLOCK)
-                is_transposed = shape[1 if stacked["part"] == "down_proj" else 2] != size
-            if not is_transposed:
+            if not self._is_transposed(stacked, shape):
                 yield from _of_experts(stacked, name, shape)
                 return
-            if scale is None or self.hidden_size is not None:
+            if stacked["scale"] is None or self.order_by_hidden_size is not None:
                 yield from _of_transposed_experts(stacked, name, shape)
                 return
         if own.endswith(self.one_row) and len(shape) == 2 and shape[0] == 1:
@@ -175,6 +171,14 @@ class TensorNames:
         if at is None or len(shape) <= at:
             raise ConfigError(f"{name}: {last} merges {', '.join(parts)}, and no {kind} is known")
         yield from _of_outputs(modules, name, shape, at, self.by_head.get(end, 1))
+
+    def _is_transposed(self, stacked: re.Match[str], shape: tuple[int, ...]) -> bool:
+        """Whether inputs come before outputs in a tensor of all experts, or in its scales."""
+        scale, hidden_size = stacked["scale"], self.order_by_hidden_size
+        if hidden_size is None or scale not in (None, "scale_inv"):
+            return self.transposed_stacks
+        size = hidden_size if scale is None else -(-hidden_size // _BLOCK)
+        return shape[1 if stacked["part"] == "down_proj" else 2] != size
 
     def in_checkpoint(self, name: str, prefix: str | None) -> str:
         """The name in the checkpoint for a weight ``name`` of the decoder, for errors. ``prefix``

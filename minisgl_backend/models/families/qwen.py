@@ -110,8 +110,8 @@ def read_qwen3_vl_moe(config: ConfigReader) -> ModelSpec:
     if "num_local_experts" not in text.values:
         text = text.with_defaults(num_experts=60)
     spec = read_qwen3_moe(text.with_values(use_sliding_window=False, norm_topk_prob=True))
-    spec = replace(spec, names=replace(spec.names, hidden_size=spec.hidden_size))
-    return text_part(spec, "Qwen3VLMoeForConditionalGeneration")
+    names = replace(spec.names, order_by_hidden_size=spec.hidden_size)
+    return text_part(replace(spec, names=names), "Qwen3VLMoeForConditionalGeneration")
 
 
 def _of_qwen2_vl(config: ConfigReader) -> ModelSpec:

@@ -53,7 +53,7 @@ def block(
         group=group,
         matrices=Matrices(
             lambda name: None,
-            keeps=lambda form: False,
+            keep_quantized=False,
             keeps_experts=lambda form: False,
             fused=fused,
             takes=lambda form, out_features, in_features: True,

@@ -571,7 +571,11 @@ def test_text_parts_of_qwens_that_see() -> None:
     rule = RoutingRule(num_experts=128, top_k=8, normalize=True)
     experts = ExpertsSpec(routing=rule, intermediate_size=768)
     assert spec.moe == MoeSpec(experts=experts, layers=frozenset(range(48)))
-    assert not spec.tie_embeddings and spec.names.multimodal and spec.names.hidden_size == 2048
+    assert (
+        not spec.tie_embeddings
+        and spec.names.multimodal
+        and spec.names.order_by_hidden_size == 2048
+    )
     assert 30 < spec.num_parameters / 1e9 < 31
 
 

@@ -101,11 +101,11 @@ def test_transposed_stacks_are_taken_apart() -> None:
 def test_shapes_of_stacks_tell_their_order(
     part: str, shape: tuple[int, ...], of_expert: tuple[int, int], transposed: bool
 ) -> None:
-    names = TensorNames(hidden_size=6)
+    names = TensorNames(order_by_hidden_size=6)
     for stored in dict(names.weights(f"mlp.experts.{part}", shape)).values():
         assert (stored.shape, stored.transposed) == (of_expert, transposed)
     # the scales of a checkpoint with blocks of 128 x 128
-    names, scales = TensorNames(hidden_size=6 * 128), f"mlp.experts.{part}_scale_inv"
+    names, scales = TensorNames(order_by_hidden_size=6 * 128), f"mlp.experts.{part}_scale_inv"
     found = dict(names.weights(scales, shape))
     assert all(name.endswith("_proj.weight_scale_inv") for name in found)
     for stored in found.values():

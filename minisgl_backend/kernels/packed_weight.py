@@ -38,9 +38,6 @@ not be larger than 2 to the power of 65."""
 _CODES: Final = {Encoding.E4M3: 1, Encoding.INT8: 2, Encoding.INT4: 3, Encoding.E2M1: 4}
 """``CODE`` of ``cuda/codes.cuh``."""
 
-PLAIN_MACROS: Final = {"CODE": 0, "GROUP": 0, "SHARED_BY": 1, "ZEROS": 0}
-"""The macros of weights in bfloat16."""
-
 _UNIT: Final = 64
 """Rows per warpgroup."""
 
@@ -75,16 +72,6 @@ class CodesKind:
         """Whether experts with many rows multiply the codes directly, by rows in float8."""
         in_blocks = self.group == CODES_BLOCK and self.shared_by > 1
         return self.encoding is Encoding.E4M3 and (in_blocks or self.group == 0)
-
-    @property
-    def macros(self) -> dict[str, int]:
-        """The macros of ``cuda/tile_gemm.cuh``."""
-        return {
-            "CODE": _CODES[self.encoding],
-            "GROUP": self.group,
-            "SHARED_BY": self.shared_by,
-            "ZEROS": self.zeros,
-        }
 
     def numbers(self, in_features: int) -> Numbers:
         """What the cut of a GEMM depends on."""
@@ -124,6 +111,31 @@ class PackedWeight:
     def ordered(self, x: Tensor) -> Tensor:
         """``x`` [num_rows, in_features] with its columns in the weight's order."""
         return x if self.order is None else x.index_select(1, self.order)
+
+
+def code_macros(kind: CodesKind | None) -> dict[str, int]:
+    """The macros of CUDA sources (``cuda/codes.cuh``) for packed weights of this kind or, without
+    one, for weights in bfloat16."""
+    if kind is None:
+        return {"CODE": 0, "GROUP": 0, "SHARED_BY": 1, "ZEROS": 0}
+    return {
+        "CODE": _CODES[kind.encoding],
+        "GROUP": kind.group,
+        "SHARED_BY": kind.shared_by,
+        "ZEROS": kind.zeros,
+    }
+
+
+def numbers_and_scales(
+    weight: Tensor | PackedWeight, kind: CodesKind | None
+) -> tuple[Tensor, Tensor | None]:
+    """What kernels made for this ``kind`` read of a weight: bfloat16 numbers, or codes and their
+    scales."""
+    if isinstance(weight, Tensor):
+        assert kind is None
+        return weight, None
+    assert weight.kind == kind
+    return weight.weight.codes, weight.scales
 
 
 def pack(weight: QuantizedWeight, *, gated: bool = False) -> PackedWeight | None:

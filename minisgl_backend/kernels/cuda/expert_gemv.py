@@ -9,10 +9,15 @@ import torch
 from torch import Tensor
 
 from minisgl_backend.gates import ClampedGate, Gate
-from minisgl_backend.kernels.cuda.gates import gate_arguments, gate_macro
+from minisgl_backend.kernels.cuda.gates import gate_arguments, gate_macros
 from minisgl_backend.kernels.cuda.module import CudaModule, address
 from minisgl_backend.kernels.gemv_cut import ROWS, GemvCut, expert_codes_bytes
-from minisgl_backend.kernels.packed_weight import PLAIN_MACROS, CodesKind, PackedWeight
+from minisgl_backend.kernels.packed_weight import (
+    CodesKind,
+    PackedWeight,
+    code_macros,
+    numbers_and_scales,
+)
 
 
 class _Arguments(ctypes.Structure):
@@ -52,11 +57,10 @@ class ExpertGemv:
         self._out_features = self._height if gate is None else self._height // 2
         self._threads = 32 * cut.warps
         constants = {
-            **(PLAIN_MACROS if codes is None else codes.macros),
+            **code_macros(codes),
             "SIZE": in_features,
             "HEIGHT": self._height,
-            "GATED": gate is not None,
-            "GATE": gate_macro(gate),
+            **gate_macros(gate),
             "WARPS": cut.warps,
             "COLUMNS": cut.columns,
             "PER_PROCESSOR": cut.per_processor,
@@ -86,17 +90,14 @@ class ExpertGemv:
         added before a gate. ``of_all``: the expert that is the last choice of all tokens, if there
         is one. ``early``: of these, the kernel before this one wrote only x.
         """
-        scales = None
-        if isinstance(weight, PackedWeight):
-            assert weight.kind == self._codes
-            scales, weight = weight.scales, weight.weight.codes
+        numbers, scales = numbers_and_scales(weight, self._codes)
         assert ids.dtype == torch.int32
-        assert all(of is None or of.is_contiguous() for of in (x, weight, ids, bias))
+        assert all(of is None or of.is_contiguous() for of in (x, numbers, ids, bias))
         assert len(x) == (len(ids) if self._gate is not None else ids.numel())
         assert factors is None or self._gate is not None
         out = torch.empty((ids.numel(), self._out_features), dtype=x.dtype, device=x.device)
         arguments = _Arguments(
-            weight=address(weight),
+            weight=address(numbers),
             scales=address(scales),
             bias=address(bias),
             x=address(x),

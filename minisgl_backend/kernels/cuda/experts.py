@@ -15,13 +15,18 @@ from torch import Tensor
 
 from minisgl_backend.gates import ClampedGate, Gate
 from minisgl_backend.kernels.cuda.experts_many import rounded_rows
-from minisgl_backend.kernels.cuda.gates import gate_arguments, gate_macro
+from minisgl_backend.kernels.cuda.gates import gate_arguments, gate_macros
 from minisgl_backend.kernels.cuda.module import CudaKernel, CudaModule, TensorMap, address
 from minisgl_backend.kernels.cuda.weight_maps import WeightMaps
 from minisgl_backend.kernels.dispatch import num_processors
 from minisgl_backend.kernels.expert_cut import ExpertCut
 from minisgl_backend.kernels.linear_cut import CODES_BLOCK, PLAIN
-from minisgl_backend.kernels.packed_weight import PLAIN_MACROS, CodesKind, PackedWeight
+from minisgl_backend.kernels.packed_weight import (
+    CodesKind,
+    PackedWeight,
+    code_macros,
+    numbers_and_scales,
+)
 
 
 class _Arguments(ctypes.Structure):
@@ -78,12 +83,11 @@ class GroupedKernel:
                 "STAGES": cut.stages,
                 "BY_WARP": cut.by_warp,
                 "WAYS": 1,
-                "GATED": gate is not None,
-                "GATE": gate_macro(gate),
+                **gate_macros(gate),
                 "SHARED_BYTES": shared,
                 "PER_PROCESSOR": cut.per_processor,
                 "FLOAT8": cut.rounded,
-                **(PLAIN_MACROS if codes is None else codes.macros),
+                **code_macros(codes),
             }
             return CudaModule("experts.cu", constants, device).kernel(
                 "experts", shared_bytes=shared
@@ -119,12 +123,7 @@ class GroupedKernel:
         """
         out = torch.empty((num_pairs, self.out_features), dtype=x.dtype, device=x.device)
         kernel = self._kernels[cut]
-        scales = None
-        if isinstance(weight, PackedWeight):
-            assert weight.kind == self._codes
-            scales, numbers = weight.scales, weight.weight.codes.view(torch.uint8)
-        else:
-            numbers = weight
+        numbers, scales = numbers_and_scales(weight, self._codes)
         assert x.is_contiguous() and (bias is None or bias.is_contiguous())
         if cut.rounded:
             x, factors = rounded_rows(x, factors, pdl=pdl)

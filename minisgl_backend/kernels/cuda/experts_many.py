@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from minisgl_backend.gates import Gate
-from minisgl_backend.kernels.cuda.gates import gate_macro
+from minisgl_backend.kernels.cuda.gates import gate_macros
 from minisgl_backend.kernels.cuda.module import CudaModule, TensorMap, address
 from minisgl_backend.kernels.cuda.weight_maps import WeightMaps
 from minisgl_backend.kernels.dispatch import num_processors
 from minisgl_backend.kernels.expert_cut import MANY
 from minisgl_backend.kernels.float8_rows import float8_rows
-from minisgl_backend.kernels.packed_weight import CodesKind, PackedWeight
+from minisgl_backend.kernels.packed_weight import CodesKind, PackedWeight, numbers_and_scales
 
 _THREADS: Final = 384
 """Two warpgroups multiply, and one fills the ring."""
@@ -64,8 +64,7 @@ class ManyRowsKernel:
         constants = {
             "HEIGHT": self._height,
             "SIZE": self._in_features,
-            "GATED": gate is not None,
-            "GATE": gate_macro(gate),
+            **gate_macros(gate),
             "FLOAT8": codes is not None,
             "GROUPED": codes is not None and codes.group > 0,
             "STAGES": MANY.stages,
@@ -96,12 +95,9 @@ class ManyRowsKernel:
         """
         out = torch.empty((num_pairs, self._out_features), dtype=x.dtype, device=x.device)
         assert x.is_contiguous()
-        scales, numbers = None, weight
-        if isinstance(weight, PackedWeight):
-            assert weight.kind == self._codes
-            scales, numbers = weight.scales, weight.weight.codes.view(torch.uint8)
+        numbers, scales = numbers_and_scales(weight, self._codes)
+        if self._codes is not None:
             x, factors = rounded_rows(x, factors, pdl=pdl)
-        assert isinstance(numbers, Tensor)
         arguments = _Arguments(
             weight=self._maps(numbers, 128 // numbers.itemsize, MANY.features // MANY.cluster),
             x=address(x),

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from minisgl_backend.gates import Gate
-from minisgl_backend.kernels.cuda.gates import gate_macro
+from minisgl_backend.kernels.cuda.gates import gate_macros
 from minisgl_backend.kernels.cuda.module import CudaModule, TensorMap, address, tensor_map
 from minisgl_backend.kernels.cuda.weight_maps import WeightMaps
 from minisgl_backend.kernels.dispatch import num_processors
 from minisgl_backend.kernels.float8_cut import FEATURES, Float8Cut, cuts_of, why_not
 from minisgl_backend.kernels.float8_rows import Float8Rows
-from minisgl_backend.kernels.packed_weight import CodesKind, PackedWeight
+from minisgl_backend.kernels.packed_weight import CodesKind, PackedWeight, numbers_and_scales
 
 _THREADS: Final = 384
 """Two warpgroups multiply, and one thread of the third fills the ring."""
@@ -83,8 +83,7 @@ class Float8Kernel:
         constants = {
             "HEIGHT": self._height,
             "SIZE": self._in_features,
-            "GATED": gate is not None,
-            "GATE": gate_macro(gate),
+            **gate_macros(gate),
             "GROUPED": codes.group > 0,
             "TOKENS": cut.tokens,
             "SHARED": cut.shared,
@@ -106,7 +105,8 @@ class Float8Kernel:
         pdl: bool = False,
     ) -> Tensor:
         """bfloat16 [num_rows, out_features]; ``x`` has one scale per row."""
-        assert weight.kind == self._codes and weight.order is None
+        codes, scales = numbers_and_scales(weight, self._codes)
+        assert weight.order is None
         assert x.group == self._in_features
         num_rows, cut, numbers = x.num_rows, self._cut, x.numbers.view(torch.uint8)
         out = numbers.new_empty((num_rows, self._out_features), dtype=torch.bfloat16)
@@ -115,11 +115,11 @@ class Float8Kernel:
         assert blocks and 2 * columns * self._height // FEATURES <= _MOST_COUNTERS
         size = self._in_features
         arguments = _Arguments(
-            weight=self._maps(weight.weight.codes.view(torch.uint8), 128, cut.loaded_rows),
+            weight=self._maps(codes, 128, cut.loaded_rows),
             x=tensor_map(numbers, (size, num_rows), (size,), (128, cut.tokens)),
             out=address(out),
             factors=address(x.scales),
-            scales=address(weight.scales),
+            scales=address(scales),
             bias=address(bias),
             parts=address(self._workspace.parts),
             counters=address(self._workspace.counters),

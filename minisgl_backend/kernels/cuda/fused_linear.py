@@ -22,7 +22,7 @@ from torch import Tensor
 from minisgl_backend.gates import Gate
 from minisgl_backend.kernels.adapters import Adaptation, AdaptersShape
 from minisgl_backend.kernels.cuda.adapters import shrink_kernel
-from minisgl_backend.kernels.cuda.gates import gate_macro
+from minisgl_backend.kernels.cuda.gates import gate_macros
 from minisgl_backend.kernels.cuda.gemv import Gemv
 from minisgl_backend.kernels.cuda.heads import Heads
 from minisgl_backend.kernels.cuda.module import (
@@ -36,7 +36,12 @@ from minisgl_backend.kernels.cuda.weight_maps import WeightMaps
 from minisgl_backend.kernels.dispatch import num_processors, shared_bytes
 from minisgl_backend.kernels.gemv_cut import gemv_cut
 from minisgl_backend.kernels.linear_cut import BATCHES, BLOCK, FEW_TOKENS, PLAIN, Cut, cut_of
-from minisgl_backend.kernels.packed_weight import PLAIN_MACROS, CodesKind, PackedWeight
+from minisgl_backend.kernels.packed_weight import (
+    CodesKind,
+    PackedWeight,
+    code_macros,
+    numbers_and_scales,
+)
 from minisgl_backend.kernels.shared_memory import most_bytes
 
 _TWO_OF_CODES: Final = 1024
@@ -132,8 +137,7 @@ class Results:
     def macros(self) -> dict[str, int]:
         """Those that ``linear.cu`` and ``gemv.cu`` have in common."""
         return {
-            "GATED": self.gate is not None,
-            "GATE": gate_macro(self.gate),
+            **gate_macros(self.gate),
             "RESIDUAL": self.residual,
             "FP8": self.fp8,
             "PAGE_SIZE": self.page_size,
@@ -221,7 +225,7 @@ class FusedLinear:
         def compiled(what: tuple[Cut, _Joined | None]) -> _CutKernel:
             cut, joined = what
             constants = {
-                **(PLAIN_MACROS if self._codes is None else self._codes.macros),
+                **code_macros(self._codes),
                 **self._results.macros,
                 "HEADS": self._results.head_dim is not None,
                 "SIZE": self._in_features,
@@ -277,17 +281,16 @@ class FusedLinear:
         squares: Tensor | None = None,
         **values: Any,
     ) -> None:
+        """``values`` are the arguments about results, which both sources have by the same names."""
         num_rows, in_order = len(x), x
-        scales = None
         if isinstance(weight, PackedWeight):
-            assert weight.kind == self._codes
-            x, scales = weight.ordered(x), weight.scales
-            weight = weight.weight.codes
+            x = weight.ordered(x)
+        numbers, scales = numbers_and_scales(weight, self._codes)
         gemv = self._gemv_for(num_rows, adapted=adaptation is not None)
         if gemv is not None:
             gemv(
                 x,
-                weight,
+                numbers,
                 scales,
                 squares=squares,
                 bias=bias,
@@ -297,7 +300,8 @@ class FusedLinear:
                 **values,
             )
             return
-        assert x.stride(1) == 1 and weight.is_contiguous() and num_rows <= max(self._kernels[False])
+        assert x.stride(1) == 1 and numbers.is_contiguous()
+        assert num_rows <= max(self._kernels[False])
         of_cut = self._kernel_for(num_rows, adapted=adaptation is not None)
         cut, joined = of_cut.cut, of_cut.joined
         tiles = cut.num_tiles(self._height)
@@ -313,7 +317,7 @@ class FusedLinear:
                 inner = self._shrink(in_order, adaptation, turns=self._turns, pdl=pdl)
             values |= self._of_adapters(adaptation, of_cut, inner)
         arguments = _Arguments(
-            weight=self._maps(weight, cut.numbers.block_bytes // weight.itemsize, cut.features),
+            weight=self._maps(numbers, cut.numbers.block_bytes // numbers.itemsize, cut.features),
             scales=address(scales),
             x=tensor_map(x, (x.shape[1], num_rows), (x.stride(0),), (BLOCK, cut.tokens)),
             squares=address(squares),

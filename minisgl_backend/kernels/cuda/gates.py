@@ -5,11 +5,10 @@ from __future__ import annotations
 from minisgl_backend.gates import ClampedGate, Gate
 
 
-def gate_macro(gate: Gate | ClampedGate | None) -> int:
-    """The macro GATE; for a weight without gates, any."""
-    if isinstance(gate, ClampedGate):
-        return 1
-    return 2 if gate == "gelu" else 0
+def gate_macros(gate: Gate | ClampedGate | None) -> dict[str, int]:
+    """The macros that say whether a weight has gates, and of which function."""
+    function = 1 if isinstance(gate, ClampedGate) else 2 if gate == "gelu" else 0
+    return {"GATED": gate is not None, "GATE": function}
 
 
 def gate_arguments(gate: Gate | ClampedGate | None) -> dict[str, float]:

@@ -13,7 +13,7 @@ from minisgl_backend.kernels.adapters import Adaptation, AdaptersShape
 from minisgl_backend.kernels.cuda.heads import Heads
 from minisgl_backend.kernels.cuda.module import CudaModule, address
 from minisgl_backend.kernels.gemv_cut import MOST_SQUARES, ROWS, GemvCut, parts_of_a
-from minisgl_backend.kernels.packed_weight import PLAIN_MACROS, CodesKind
+from minisgl_backend.kernels.packed_weight import CodesKind, code_macros
 
 
 class _Adapters(ctypes.Structure):
@@ -82,7 +82,7 @@ class Gemv:
         self._cluster = macros["HEADS"] // ROWS or 1
         self._threads = 32 * cut.warps
         constants = {
-            **(PLAIN_MACROS if codes is None else codes.macros),
+            **code_macros(codes),
             **macros,
             "SIZE": in_features,
             "WARPS": cut.warps,

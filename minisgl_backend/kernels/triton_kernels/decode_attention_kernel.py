@@ -12,6 +12,7 @@ from minisgl_backend.kernels.triton_kernels.page_tiles import (
     dims_of,
     of_heads,
     scores_of,
+    shape_of,
     slots_of,
 )
 from minisgl_backend.kernels.triton_kernels.pdl import allow_next, launch_options, wait_previous
@@ -177,11 +178,9 @@ def launch_decode_attention(
     ``partial``: outputs, log-sum-exps and counters of a ``DecodeWorkspace``. Block sizes, warps and
     stages were the fastest, or within 3 % of it, on an H200.
     """
-    batch_size, num_heads, head_dim = q.shape
-    _, page_size, num_kv_heads, _ = kv.keys.shape
-    assert q.stride(1) == head_dim and q.stride(2) == 1
-    group = num_heads // num_kv_heads
-    fp8 = kv.k_scale is not None
+    batch_size, _, head_dim = q.shape
+    shape = shape_of(q, kv, window)
+    num_kv_heads, fp8 = shape["NUM_KV_HEADS"], shape["FP8"]
     if head_dim > 256:
         block, num_warps, stages = 32, 8, 2  # what fits, not measured
     elif head_dim > 128 and not fp8:
@@ -210,16 +209,11 @@ def launch_decode_attention(
         q.stride(0),
         page_table.stride(0),
         scale * _LOG2E.value,  # exp2 instead of exp
-        PAGE_SIZE=page_size,
-        NUM_KV_HEADS=num_kv_heads,
-        GROUP=group,
-        BLOCK_GROUP=max(16, triton.next_power_of_2(group)),
-        HEAD_DIM=head_dim,
+        **shape,
+        BLOCK_GROUP=max(16, triton.next_power_of_2(shape["GROUP"])),
         DIMS=dims_of(head_dim),
         BLOCK=block,
         SPLITS=splits,
-        WINDOW=window or 0,
-        FP8=fp8,
         ROWS=rows is not None,
         SINKS=kv.sinks is not None,
         STAGES=stages,

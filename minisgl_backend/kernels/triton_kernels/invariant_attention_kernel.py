@@ -15,7 +15,13 @@ import triton.language as tl
 from torch import Tensor
 
 from minisgl_backend.kernels.paged_kv import PagedKV
-from minisgl_backend.kernels.triton_kernels.page_tiles import Pages, Partials, load_slots, slots_of
+from minisgl_backend.kernels.triton_kernels.page_tiles import (
+    Pages,
+    Partials,
+    load_slots,
+    shape_of,
+    slots_of,
+)
 from minisgl_backend.kernels.triton_kernels.pdl import allow_next, launch_options, wait_previous
 from minisgl_backend.kernels.triton_kernels.prefill_attention_kernel import find_chunk
 
@@ -246,14 +252,11 @@ def launch_invariant_attention(
     pdl: bool,
 ) -> None:
     """See ``minisgl_backend.kernels.invariant_attention``; ``offsets`` None for decoding rows."""
-    num_tokens, num_heads, head_dim = q.shape
-    _, page_size, num_kv_heads, _ = kv.keys.shape
-    assert q.stride(1) == head_dim and q.stride(2) == 1
-    group = num_heads // num_kv_heads
-    block_group = triton.next_power_of_2(group)
+    shape = shape_of(q, kv, window)
+    block_group = triton.next_power_of_2(shape["GROUP"])
     tile = max(tile, block_group)
-    tiles = len(rows) if offsets is None else num_tokens // (tile // block_group) + len(rows)
-    _invariant_attention[(tiles, num_kv_heads, programs)](
+    tiles = len(rows) if offsets is None else len(q) // (tile // block_group) + len(rows)
+    _invariant_attention[(tiles, shape["NUM_KV_HEADS"], programs)](
         out,
         q,
         Pages.of(kv),
@@ -268,18 +271,13 @@ def launch_invariant_attention(
         q.stride(0),
         page_table.stride(0),
         scale * 1.4426950408889634,  # exp2 instead of exp
-        PAGE_SIZE=page_size,
-        NUM_KV_HEADS=num_kv_heads,
-        GROUP=group,
+        **shape,
         BLOCK_GROUP=block_group,
-        HEAD_DIM=head_dim,
         TILE=tile,
         BLOCK=block,
         SPLIT=split,
         PROGRAMS=programs,
         DECODE=offsets is None,
-        WINDOW=window or 0,
-        FP8=kv.k_scale is not None,
         STAGES=stages,
         PDL=pdl,
         num_warps=num_warps,

@@ -29,6 +29,22 @@ class Pages(NamedTuple):
         return cls(kv.keys, kv.values, *kv.keys.stride()[:3])
 
 
+def shape_of(q: Tensor, kv: PagedKV, window: int | None) -> dict[str, int]:
+    """What all kernels of attention over pages are compiled for; GROUP: query heads of a KV head.
+    ``q`` [num_tokens, num_heads, head_dim]."""
+    _, num_heads, head_dim = q.shape
+    _, page_size, num_kv_heads, _ = kv.keys.shape
+    assert q.stride(1) == head_dim and q.stride(2) == 1
+    return {
+        "PAGE_SIZE": page_size,
+        "NUM_KV_HEADS": num_kv_heads,
+        "GROUP": num_heads // num_kv_heads,
+        "HEAD_DIM": head_dim,
+        "WINDOW": window or 0,
+        "FP8": kv.k_scale is not None,
+    }
+
+
 def dims_of(head_dim: int) -> int:
     """DIMS: what tensor cores take, too."""
     dims: int = triton.next_power_of_2(head_dim)

@@ -14,6 +14,7 @@ from minisgl_backend.kernels.triton_kernels.page_tiles import (
     dims_of,
     of_heads,
     scores_of,
+    shape_of,
     slots_of,
 )
 
@@ -152,16 +153,14 @@ def launch_prefill_attention(
     window: int | None,
 ) -> None:
     """See ``minisgl_backend.kernels.prefill_attention.prefill_attention``."""
-    num_tokens, num_heads, head_dim = q.shape
-    _, page_size, num_kv_heads, _ = kv.keys.shape
-    assert q.stride(1) == head_dim and q.stride(2) == 1
-    group = num_heads // num_kv_heads
-    block_group = triton.next_power_of_2(group)
+    num_tokens, _, head_dim = q.shape
+    shape = shape_of(q, kv, window)
+    block_group = triton.next_power_of_2(shape["GROUP"])
     # the tile of queries has 128 rows, or 16 if no chunk has more than 4 tokens; wide heads have
     # what fits, which was not measured
     is_wide = head_dim > 256
     queries = max((16 if max_length <= 4 else 32 if is_wide else 128) // block_group, 1)
-    grid = (num_tokens // queries + len(rows), num_kv_heads)
+    grid = (num_tokens // queries + len(rows), shape["NUM_KV_HEADS"])
     _prefill_attention[grid](
         out,
         q,
@@ -177,16 +176,11 @@ def launch_prefill_attention(
         q.stride(0),
         page_table.stride(0),
         scale * _LOG2E.value,  # exp2 instead of exp
-        PAGE_SIZE=page_size,
-        NUM_KV_HEADS=num_kv_heads,
-        GROUP=group,
+        **shape,
         BLOCK_GROUP=block_group,
-        HEAD_DIM=head_dim,
         DIMS=dims_of(head_dim),
         QUERIES=queries,
         BLOCK=32 if is_wide else 64,
-        WINDOW=window or 0,
-        FP8=kv.k_scale is not None,
         SINKS=kv.sinks is not None,
         STAGES=2,
         num_warps=8 if is_wide or queries * block_group >= 128 else 4,

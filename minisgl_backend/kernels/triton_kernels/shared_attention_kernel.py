@@ -10,7 +10,13 @@ import triton.language as tl
 from torch import Tensor
 
 from minisgl_backend.kernels.paged_kv import PagedKV
-from minisgl_backend.kernels.triton_kernels.page_tiles import Pages, attend, scores_of, slots_of
+from minisgl_backend.kernels.triton_kernels.page_tiles import (
+    Pages,
+    attend,
+    scores_of,
+    shape_of,
+    slots_of,
+)
 from minisgl_backend.kernels.triton_kernels.pdl import allow_next, launch_options, wait_previous
 
 
@@ -143,9 +149,6 @@ def launch_shared_attention(
     pdl: bool,
 ) -> None:
     """See ``minisgl_backend.kernels.shared_attention.SharedAttention``."""
-    _, num_heads, head_dim = q.shape
-    _, page_size, num_kv_heads, _ = kv.keys.shape
-    assert q.stride(1) == head_dim and q.stride(2) == 1
     _shared_attention[(num_programs,)](
         values,
         sums,
@@ -162,15 +165,10 @@ def launch_shared_attention(
         MEMBERS_AT=members_at,
         PIECES_AT=pieces_at,
         PIECE_WORDS=piece_words,
-        PAGE_SIZE=page_size,
-        NUM_KV_HEADS=num_kv_heads,
-        GROUP=num_heads // num_kv_heads,
-        HEAD_DIM=head_dim,
+        **shape_of(q, kv, window),
         TILE=tile,
         BLOCK=block,
-        WINDOW=window or 0,
         HAS_ROWS=rows is not None,
-        FP8=kv.k_scale is not None,
         STAGES=stages,
         PDL=pdl,
         num_warps=num_warps,

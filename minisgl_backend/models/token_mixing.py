@@ -109,17 +109,9 @@ class SelfAttention(nn.Module):
         self.head_dim = head_dim = of_layer.head_dim
         queries = even_share(spec.num_heads * head_dim, group, "the attention heads' outputs")
         keys = kv_head_share(of_layer.num_kv_heads, head_dim, group)
-        self.is_gated = spec.gated_attention
-        # for each head the query, then the gate of its output
-        of_q_proj = Share(*(2 * n for n in astuple(queries))) if self.is_gated else queries
-        parts = {"q_proj": of_q_proj}
-        self.has_own_kv = source == layer
-        if self.has_own_kv:
-            parts["k_proj"] = keys
-            if layer not in spec.keys_are_values:
-                parts["v_proj"] = keys
-        self.keys_are_values = layer in spec.keys_are_values
-        self.value_norm = spec.value_norm
+        self.is_gated, self.value_norm = spec.gated_attention, spec.value_norm
+        self.has_own_kv, self.keys_are_values = source == layer, layer in spec.keys_are_values
+        parts = _projections(spec, layer, queries, keys)
         hidden_size, name = spec.hidden_size, f"model.layers.{layer}.self_attn"
         self.qkv_proj = MergedColumnLinear(
             name, hidden_size, parts, bias=spec.qkv_bias, matrices=matrices
@@ -136,9 +128,9 @@ class SelfAttention(nn.Module):
         self.qk_norm: HeadNorm | TokenNorm | None = None
         self._norm_last = spec.qk_norm == "rotated"
         assert self.has_own_kv or not self._norm_last
-        if spec.qk_norm in ("head", "rotated") or (
-            spec.qk_norm == "unweighted" and rope is not None
-        ):
+        if spec.qk_norm == "token":
+            self.qk_norm = TokenNorm(queries, keys, spec.norm_eps, group)
+        elif spec.qk_norm is not None and (spec.qk_norm != "unweighted" or rope is not None):
             self.qk_norm = HeadNorm(
                 self.num_heads,
                 self.num_kv_heads if self.has_own_kv else 0,
@@ -146,8 +138,6 @@ class SelfAttention(nn.Module):
                 offset=spec.norm_offset,
                 weighted=spec.qk_norm != "unweighted",
             )
-        elif spec.qk_norm == "token":
-            self.qk_norm = TokenNorm(queries, keys, spec.norm_eps, group)
         self._heads = even_share(spec.num_heads, group, "attention heads")
         self.sinks = empty_parameter(self.num_heads) if spec.sinks else None
         self._are_heads_tiles = (
@@ -269,3 +259,15 @@ class SelfAttention(nn.Module):
             pdl=step.pdl,
         )
         return q, gates_of(qkv, self.num_heads, self.head_dim) if self.is_gated else None
+
+
+def _projections(spec: ModelSpec, layer: int, queries: Share, keys: Share) -> dict[str, Share]:
+    """The projections of a layer's input by name, each with a rank's share of its outputs."""
+    parts = {"q_proj": queries}
+    if spec.gated_attention:  # for each head the query, then the gate of its output
+        parts["q_proj"] = Share(*(2 * n for n in astuple(queries)))
+    if spec.kv_source(layer) == layer:
+        parts["k_proj"] = keys
+        if layer not in spec.keys_are_values:
+            parts["v_proj"] = keys
+    return parts

@@ -21,10 +21,12 @@ from minisgl_backend.models.config_json import ConfigReader, read_json
 from minisgl_backend.models.families.deepseek_experts import (
     read_dots1,
     read_glm4_moe,
+    read_hy_v3,
     read_minimax_m2,
+    read_solar_open,
 )
 from minisgl_backend.models.families.ernie import read_ernie4_5, read_ernie4_5_moe
-from minisgl_backend.models.families.exaone import read_exaone4
+from minisgl_backend.models.families.exaone import read_exaone4, read_exaone4_5, read_exaone_moe
 from minisgl_backend.models.families.gemma import (
     read_gemma3,
     read_gemma3_text,
@@ -37,7 +39,14 @@ from minisgl_backend.models.families.glm import read_glm, read_glm4
 from minisgl_backend.models.families.gpt_oss import read_gpt_oss
 from minisgl_backend.models.families.granite import read_granite, read_granite_moe
 from minisgl_backend.models.families.hunyuan import read_hunyuan_dense, read_hunyuan_moe
-from minisgl_backend.models.families.llama import read_llama, read_seed_oss, read_smollm3
+from minisgl_backend.models.families.hyperclova import read_hyperclovax
+from minisgl_backend.models.families.llama import (
+    read_internlm3,
+    read_iquest_coder,
+    read_llama,
+    read_seed_oss,
+    read_smollm3,
+)
 from minisgl_backend.models.families.llama4 import read_llama4, read_llama4_text
 from minisgl_backend.models.families.mistral import (
     read_ministral,
@@ -49,6 +58,7 @@ from minisgl_backend.models.families.mistral import (
 from minisgl_backend.models.families.olmo import read_olmo2, read_olmo3, read_olmoe
 from minisgl_backend.models.families.phi import read_phi3
 from minisgl_backend.models.families.qwen import (
+    read_mellum,
     read_qwen2,
     read_qwen2_5_vl,
     read_qwen2_moe,
@@ -200,6 +210,7 @@ ARCHITECTURES: Final[Mapping[str, Callable[[ConfigReader], ModelSpec]]] = Mappin
         "Glm4ForCausalLM": read_glm4,
         "Glm4MoeForCausalLM": read_glm4_moe,
         "Dots1ForCausalLM": read_dots1,
+        "SolarOpenForCausalLM": read_solar_open,
         "MiniMaxM2ForCausalLM": read_minimax_m2,
         "Qwen3NextForCausalLM": read_qwen3_next,
         "Qwen3_5ForCausalLM": read_qwen3_5,
@@ -215,10 +226,18 @@ ARCHITECTURES: Final[Mapping[str, Callable[[ConfigReader], ModelSpec]]] = Mappin
         "Olmo3ForCausalLM": read_olmo3,
         "OlmoeForCausalLM": read_olmoe,
         "Exaone4ForCausalLM": read_exaone4,
+        "Exaone4_5_ForConditionalGeneration": read_exaone4_5,
+        "ExaoneMoeForCausalLM": read_exaone_moe,
+        "ExaoneMoEForCausalLM": read_exaone_moe,
         "Ernie4_5ForCausalLM": read_ernie4_5,
         "Ernie4_5_MoeForCausalLM": read_ernie4_5_moe,
         "HunYuanDenseV1ForCausalLM": read_hunyuan_dense,
         "HunYuanMoEV1ForCausalLM": read_hunyuan_moe,
+        "HYV3ForCausalLM": read_hy_v3,
+        "HyperCLOVAXForCausalLM": read_hyperclovax,
+        "InternLM3ForCausalLM": read_internlm3,
+        "IQuestCoderForCausalLM": read_iquest_coder,
+        "MellumForCausalLM": read_mellum,
         "Gemma3ForCausalLM": read_gemma3_text,
         "Gemma3ForConditionalGeneration": read_gemma3,
         "Gemma4ForCausalLM": read_gemma4_text,
@@ -247,6 +266,7 @@ _WITHOUT_EFFECT: Final[Mapping[str, tuple[float, ...]]] = MappingProxyType(
 """Parameters of sampling, with the values that leave the probabilities as they are."""
 _WITH_NEEDLESS_CODE: Final = frozenset(
     {"Phi3ForCausalLM", "MiniMaxM2ForCausalLM", "Ernie4_5ForCausalLM", "Ernie4_5_MoeForCausalLM"}
-    | {"HunYuanDenseV1ForCausalLM", "HunYuanMoEV1ForCausalLM"}
+    | {"HunYuanDenseV1ForCausalLM", "HunYuanMoEV1ForCausalLM", "HyperCLOVAXForCausalLM"}
+    | {"InternLM3ForCausalLM", "IQuestCoderForCausalLM", "SolarOpenForCausalLM"}
 )
 """Architectures whose checkpoints come with code that transformers has included since."""

@@ -131,15 +131,17 @@ class ConfigReader:
         entries = ConfigReader(named, self.where)
         return tuple(entries.number(name) for name in named)
 
-    def layer_kinds(self, kinds: Collection[str], num_layers: int) -> list[str] | None:
-        """The kind of each layer, from ``layer_types``: a list of ``num_layers`` of ``kinds``; None
-        if it is absent."""
-        value = self.values.get("layer_types")
+    def layer_kinds(
+        self, kinds: Collection[str], num_layers: int, key: str = "layer_types"
+    ) -> list[str] | None:
+        """The kind of each layer, from a list of ``num_layers`` of ``kinds``; None if it is
+        absent."""
+        value = self.values.get(key)
         if value is None:
             return None
         found: list[str] = value if isinstance(value, list) else []
         if len(found) != num_layers or any(kind not in kinds for kind in found):
-            raise self.error("layer_types", f"{num_layers} of {', '.join(kinds)}", value)
+            raise self.error(key, f"{num_layers} of {', '.join(kinds)}", value)
         return found
 
     def error(self, key: str, wanted: str, value: Any) -> ConfigError:

@@ -80,7 +80,7 @@ class Decoder(nn.Module):
     The tables of positions (``set_positions``) are computed, not loaded, so they are not
     parameters. A forward pass needs pages (``bind_pages``).
 
-    If the spec's ``branch_scale`` s is not 1, the residual stream is that of the publisher's model
+    If the spec's ``stream_scale`` s is not 1, the residual stream is that of the publisher's model
     divided by s: embeddings are divided by s, so that what the parts of layers add need not be
     multiplied. Norms undo the division if their eps is divided by s^2.
     """
@@ -261,7 +261,7 @@ class Decoder(nn.Module):
         possible in one kernel with the sum over the ranks."""
         spec, group, norm = self.spec, self.group, self.layers[0].first_norm
         part = self.model.embed_tokens.own_rows(tokens)
-        if (scale := spec.embedding_scale / spec.branch_scale) != 1.0:
+        if (scale := spec.embedding_scale / spec.stream_scale) != 1.0:
             part.mul_(scale)
         if norm is not None and is_sum_fused(group, len(part), spec.hidden_size, self.dtype):
             residual = torch.zeros_like(part)

@@ -75,16 +75,16 @@ class PostNormLayer(nn.Module):
     def __init__(self, spec: ModelSpec, layer: int, group: Group, matrices: Matrices):
         super().__init__()
 
-        def norm() -> RMSNorm:
-            return RMSNorm(spec.hidden_size, spec.norm_eps, offset=spec.norm_offset)
+        def norm(scale: float = 1.0) -> RMSNorm:
+            return RMSNorm(spec.hidden_size, spec.norm_eps, scale=scale, offset=spec.norm_offset)
 
         has_both = spec.norms == "around"
         self.input_layernorm = norm() if has_both else None
         self.self_attn = SelfAttention(spec, layer, group, matrices)
-        self.post_attention_layernorm = norm()
+        self.post_attention_layernorm = norm(spec.branch_scale)
         self.pre_feedforward_layernorm = norm() if has_both else None
         self.mlp = _gated_mlp(spec, layer, group, matrices)
-        self.post_feedforward_layernorm = norm()
+        self.post_feedforward_layernorm = norm(spec.branch_scale)
         if self.input_layernorm is not None and self.pre_feedforward_layernorm is not None:
             self.input_layernorm.rounding = self.self_attn.rounding
             self.pre_feedforward_layernorm.rounding = self.mlp.rounding

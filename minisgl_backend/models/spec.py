@@ -272,9 +272,15 @@ class ModelSpec:
         return rope.max_positions
 
     @property
+    def stream_scale(self) -> float:
+        """By what ``Decoder`` divides the residual stream: ``branch_scale``, unless the norms of
+        what parts of a layer add multiply by it."""
+        return self.branch_scale if self.norms == "before" else 1.0
+
+    @property
     def stream_eps(self) -> float:
         """The eps of norms of the residual stream as ``Decoder`` keeps it."""
-        return self.norm_eps / self.branch_scale**2
+        return self.norm_eps / self.stream_scale**2
 
     @property
     def attention_layers(self) -> tuple[int, ...]:

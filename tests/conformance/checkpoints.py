@@ -19,8 +19,12 @@ from transformers import (
     Ernie4_5_MoeForCausalLM,
     Ernie4_5Config,
     Ernie4_5ForCausalLM,
+    Exaone4_5_Config,
+    Exaone4_5_ForConditionalGeneration,
     Exaone4Config,
     Exaone4ForCausalLM,
+    ExaoneMoeConfig,
+    ExaoneMoeForCausalLM,
     Gemma3Config,
     Gemma3ForCausalLM,
     Gemma3ForConditionalGeneration,
@@ -49,12 +53,20 @@ from transformers import (
     HunYuanDenseV1ForCausalLM,
     HunYuanMoEV1Config,
     HunYuanMoEV1ForCausalLM,
+    HyperCLOVAXConfig,
+    HyperCLOVAXForCausalLM,
+    HYV3Config,
+    HYV3ForCausalLM,
+    InternLM3Config,
+    IQuestCoderConfig,
     Llama4Config,
     Llama4ForCausalLM,
     Llama4ForConditionalGeneration,
     Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    MellumConfig,
+    MellumForCausalLM,
     MiniMaxM2Config,
     MiniMaxM2ForCausalLM,
     Ministral3Config,
@@ -106,6 +118,8 @@ from transformers import (
     SeedOssForCausalLM,
     SmolLM3Config,
     SmolLM3ForCausalLM,
+    SolarOpenConfig,
+    SolarOpenForCausalLM,
 )
 
 VOCAB_SIZE: Final = 256
@@ -588,6 +602,70 @@ def _hunyuan_moe(**changes: Any) -> PreTrainedModel:
     return HunYuanMoEV1ForCausalLM(HunYuanMoEV1Config(**values))
 
 
+ExaoneMoEForCausalLM: Any = type("ExaoneMoEForCausalLM", (ExaoneMoeForCausalLM,), {})
+"""As the publisher spells it."""
+InternLM3ForCausalLM: Any = type(
+    "InternLM3ForCausalLM", (LlamaForCausalLM,), {"config_class": InternLM3Config}
+)
+IQuestCoderForCausalLM: Any = type(
+    "IQuestCoderForCausalLM", (LlamaForCausalLM,), {"config_class": IQuestCoderConfig}
+)
+"""Transformers computes these two as Llama."""
+
+
+def _exaone_moe(**changes: Any) -> dict[str, Any]:
+    sizes = {"head_dim": 32, "num_hidden_layers": 4, "sliding_window": 20}
+    experts = {"moe_intermediate_size": 48, "num_experts": 8, "num_experts_per_tok": 3}
+    return {**_SHAPE, **sizes, **experts, **changes}
+
+
+def _exaone4_5() -> PreTrainedModel:
+    text: dict[str, Any] = {**_SHAPE, "head_dim": 32, "num_hidden_layers": 4, "sliding_window": 20}
+    text |= {"model_type": "exaone4", "rope_parameters": dict(_LLAMA3)}
+    vision: dict[str, Any] = {"depth": 1, "hidden_size": 32, "intermediate_size": 48}
+    vision |= {"num_heads": 2, "num_key_value_heads": 1, "out_hidden_size": 64}
+    vision |= {"fullatt_block_indexes": [0]}
+    config = Exaone4_5_Config(text_config=text, vision_config=vision)
+    return Exaone4_5_ForConditionalGeneration(config)
+
+
+def _solar_open(**changes: Any) -> PreTrainedModel:
+    values = {**_sigmoid_experts(), "head_dim": 32, "attention_bias": True, **changes}
+    del values["intermediate_size"], values["first_k_dense_replace"]
+    return _corrected(SolarOpenForCausalLM(SolarOpenConfig(**values)))
+
+
+def _hy_v3(**changes: Any) -> PreTrainedModel:
+    experts = {"moe_intermediate_size": 48, "num_experts": 8, "num_experts_per_tok": 3}
+    values = {**_SHAPE, "head_dim": 32, "num_hidden_layers": 3, **experts, **changes}
+    return _corrected(HYV3ForCausalLM(HYV3Config(**values)))
+
+
+def _mellum(**changes: Any) -> PreTrainedModel:
+    experts = {"moe_intermediate_size": 48, "num_experts": 8, "num_experts_per_tok": 3}
+    values: dict[str, Any] = {**_SHAPE, "head_dim": 32, "sliding_window": 20, **experts}
+    values["layer_types"] = ["sliding_attention", "full_attention"]
+    values["rope_parameters"] = {
+        "full_attention": {**_YARN, "attention_factor": 1.2},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+    }
+    return MellumForCausalLM(MellumConfig(**{**values, **changes}))
+
+
+def _hyperclova(**changes: Any) -> PreTrainedModel:
+    multipliers = {"embedding_multiplier": 10.0, "residual_multiplier": 0.7}
+    multipliers |= {"attention_multiplier": 0.2, "logits_scaling": 0.125}
+    return HyperCLOVAXForCausalLM(HyperCLOVAXConfig(**{**_SHAPE, **multipliers, **changes}))
+
+
+def _internlm3(**changes: Any) -> Any:
+    return InternLM3ForCausalLM(InternLM3Config(**{**_SHAPE, "head_dim": 32, **changes}))
+
+
+def _iquest_coder(**changes: Any) -> Any:
+    return IQuestCoderForCausalLM(IQuestCoderConfig(**{**_SHAPE, "head_dim": 32, **changes}))
+
+
 CASES: Final[Mapping[str, Callable[[], PreTrainedModel]]] = MappingProxyType(
     {
         "llama": _llama,
@@ -780,6 +858,42 @@ CASES: Final[Mapping[str, Callable[[], PreTrainedModel]]] = MappingProxyType(
             tie_word_embeddings=True,
         ),
         "hunyuan-moe": _hunyuan_moe,
+        "exaone-moe": lambda: _corrected(ExaoneMoeForCausalLM(ExaoneMoeConfig(**_exaone_moe()))),
+        "exaone-moe-groups": lambda: _corrected(
+            ExaoneMoEForCausalLM(
+                ExaoneMoeConfig(
+                    **_exaone_moe(
+                        n_group=4,
+                        topk_group=2,
+                        norm_topk_prob=False,
+                        num_shared_experts=2,
+                        mlp_layer_types=["sparse", "dense", "sparse", "sparse"],
+                    )
+                )
+            )
+        ),
+        "exaone4.5": _exaone4_5,
+        "solar-open": _solar_open,
+        "hy-v3": _hy_v3,
+        "hy-v3-biases": lambda: _hy_v3(
+            attention_bias=True,
+            num_shared_experts=2,
+            mlp_layer_types=["sparse", "dense", "sparse"],
+        ),
+        "mellum": _mellum,
+        "mellum-sparse": lambda: _mellum(
+            mlp_layer_types=["dense", "sparse"],
+            layer_types=["full_attention"] * 2,
+            attention_bias=True,
+            norm_topk_prob=False,
+        ),
+        "hyperclova": _hyperclova,
+        "hyperclova-biases": lambda: _hyperclova(
+            attention_bias=True, mlp_bias=True, attention_multiplier=None, tie_word_embeddings=True
+        ),
+        "internlm3-dynamic": lambda: _internlm3(**_dynamic()),
+        "internlm3-biases": lambda: _internlm3(attention_bias=True, mlp_bias=True),
+        "iquest-coder": lambda: _iquest_coder(tie_word_embeddings=True),
     }
 )
 

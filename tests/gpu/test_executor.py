@@ -83,13 +83,23 @@ OTHERS = [
     "minimax-m2",
     "ernie-biases",
     "ernie-moe",
+    "exaone-moe",
+    "exaone-moe-groups",
     "exaone4",
+    "exaone4.5",
     "glm",
     "glm4",
     "granite-moe",
     "hunyuan",
     "hunyuan-moe",
+    "hy-v3",
+    "hyperclova",
+    "internlm3-biases",
+    "iquest-coder",
+    "mellum",
+    "mellum-sparse",
     "olmoe",
+    "solar-open",
     "qwen2-moe",
     "qwen2.5-vl",
     "gpt-oss",
@@ -97,7 +107,7 @@ OTHERS = [
     "llama4-multimodal",
 ]
 """Cases with parts that no case above has."""
-_HAVE_EXPERTS = re.compile("mixtral|moe|dots|oss|experts|llama4|minimax")
+_HAVE_EXPERTS = re.compile("mixtral|moe|dots|oss|experts|llama4|minimax|solar|hy-v3|mellum")
 EXPERTS = [case for case in CASES + OTHERS if _HAVE_EXPERTS.search(case)]
 """Rounding, even of attention's GEMMs alone, may choose other experts."""
 

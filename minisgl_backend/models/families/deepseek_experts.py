@@ -1,5 +1,5 @@
-"""GLM-4.5, dots.llm1 and MiniMax-M2: attention as in other families, and experts by DeepSeek's
-router."""
+"""GLM-4.5, Solar Open, dots.llm1, MiniMax-M2 and Hy3: attention as in other families, and experts
+by DeepSeek's router."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.families.fields import (
     ATTENTION_KINDS,
     check_always,
+    layers_with_experts,
     qk_normed_fields,
     read_window,
     windows_by_kind,
@@ -44,8 +45,30 @@ def read_glm4_moe(config: ConfigReader) -> ModelSpec:
         architecture="Glm4MoeForCausalLM",
         qkv_bias=config.flag("attention_bias"),
         qk_norm="head" if config.flag("use_qk_norm") else None,
-        moe=_deepseek_experts(config, num_layers, first=1),
+        moe=deepseek_experts(config, num_layers, first=1),
         names=TensorNames(left_out=_layers_from(num_layers, drafting)),
+        **fields,
+    )
+
+
+def read_solar_open(config: ConfigReader) -> ModelSpec:
+    """``SolarOpenForCausalLM``, Solar Open: Llama's attention, and experts in every layer."""
+    check_always(config, {"first_k_dense_replace": 0, "use_qk_norm": False})
+    inner = config.integer("moe_intermediate_size", 1280, maximum=MOST_WIDTH)
+    config = config.with_defaults(
+        rms_norm_eps=1e-5,
+        rope_theta=1e6,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=2**17,
+        moe_intermediate_size=inner,
+        intermediate_size=inner,  # of no layer
+    )
+    fields = common_fields(config)
+    return ModelSpec(
+        architecture="SolarOpenForCausalLM",
+        qkv_bias=config.flag("attention_bias"),
+        moe=deepseek_experts(config, fields["num_layers"], first=0),
         **fields,
     )
 
@@ -62,7 +85,7 @@ def read_dots1(config: ConfigReader) -> ModelSpec:
         for layer in range(num_layers)
     ]
     fields["windows"] = windows_by_kind(kinds, window)
-    moe = _deepseek_experts(config, num_layers, first=0)
+    moe = deepseek_experts(config, num_layers, first=0)
     return ModelSpec(architecture="Dots1ForCausalLM", moe=moe, **fields)
 
 
@@ -72,6 +95,15 @@ _OF_MINIMAX_M2: Final[Mapping[str, object]] = MappingProxyType(
         "shared_intermediate_size": 0,
         "use_routing_bias": True,
         "use_qk_norm": True,
+    }
+)
+_OF_HY_V3: Final[Mapping[str, object]] = MappingProxyType(
+    {
+        "mlp_bias": False,
+        "moe_router_enable_expert_bias": True,
+        "moe_router_use_sigmoid": True,
+        "qk_norm": True,
+        "route_norm": True,
     }
 )
 """What is always so, though config.json has a key for it."""
@@ -114,18 +146,69 @@ def read_minimax_m2(config: ConfigReader) -> ModelSpec:
     )
 
 
+def read_hy_v3(config: ConfigReader) -> ModelSpec:
+    """``HYV3ForCausalLM``, Hy3: Qwen3's attention, and experts by DeepSeek's router without groups
+    in all layers but the first. Published files name no dtype; their weights are in bfloat16."""
+    check_always(config, _OF_HY_V3)
+    inner = config.integer("moe_intermediate_size", 1536, maximum=MOST_WIDTH)
+    check_always(config, {"expert_hidden_dim": inner})
+    if "torch_dtype" not in config.values:
+        config = config.with_defaults(dtype="bfloat16")
+    config = config.with_defaults(
+        rms_norm_eps=1e-5,
+        rope_theta=11_158_840.0,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=2**17,
+    )
+    fields = qk_normed_fields(config)
+    num_layers = fields["num_layers"]
+    layers = layers_with_experts(config, num_layers, dense=1)
+    if "mlp_layer_types" not in config.values:  # transformers does not read the other key
+        check_always(config, {"first_k_dense_replace": 1})
+    num_experts = config.integer("num_local_experts", 192, maximum=MOST_EXPERTS)
+    rule = RoutingRule(
+        num_experts=config.integer("num_experts", num_experts, maximum=MOST_EXPERTS),
+        top_k=config.integer("num_experts_per_tok", 8),
+        normalize=True,
+        sigmoid=True,
+        corrected=True,
+        scale=config.number("router_scaling_factor", 2.826),
+    )
+    num_shared = config.integer("num_shared_experts", 1, maximum=MOST_EXPERTS)
+    shared = SharedExpert(name="shared_mlp", intermediate_size=num_shared * inner)
+    drafting = config.integer("num_nextn_predict_layers", 1, minimum=0)
+    names = TensorNames(
+        renamed=(
+            (".mlp.router.gate.", ".mlp.gate."),
+            (".mlp.expert_bias", ".mlp.gate.e_score_correction_bias"),
+        ),
+        left_out=_layers_from(num_layers, drafting),
+    )
+    return ModelSpec(
+        architecture="HYV3ForCausalLM",
+        moe=MoeSpec(
+            experts=ExpertsSpec(routing=rule, intermediate_size=inner, shared=shared),
+            layers=layers,
+        ),
+        names=names,
+        **fields,
+    )
+
+
 def _layers_from(first: int, number: int) -> tuple[str, ...]:
     """How names of tensors begin in layers behind the last one, which predict further tokens."""
     return tuple(f"model.layers.{first + layer}." for layer in range(number))
 
 
-def _deepseek_experts(config: ConfigReader, num_layers: int, *, first: int) -> MoeSpec:
+def deepseek_experts(config: ConfigReader, num_layers: int, *, first: int) -> MoeSpec:
     """The experts of DeepSeek-V3 and of models that adopted its router: corrected sigmoids, in
     groups; and shared experts, which are merged into a single wide one. By default from layer
     ``first`` on."""
     inner = config.integer("moe_intermediate_size", 1408, maximum=MOST_WIDTH)
+    num_experts = config.integer("num_local_experts", 128, maximum=MOST_EXPERTS)
     rule = RoutingRule(
-        num_experts=config.integer("n_routed_experts", 128, maximum=MOST_EXPERTS),
+        num_experts=config.integer("n_routed_experts", num_experts, maximum=MOST_EXPERTS),
         top_k=config.integer("num_experts_per_tok", 8),
         normalize=config.flag("norm_topk_prob", True),
         sigmoid=True,

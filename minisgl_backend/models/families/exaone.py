@@ -1,25 +1,81 @@
-"""EXAONE 4."""
+"""EXAONE 4.0, the text part of EXAONE 4.5, and K-EXAONE."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any, Final
+
 from minisgl_backend.models.common_fields import common_fields
 from minisgl_backend.models.config_json import ConfigReader
-from minisgl_backend.models.families.fields import ATTENTION_KINDS, windows_by_kind
-from minisgl_backend.models.spec import ModelSpec
+from minisgl_backend.models.families.deepseek_experts import deepseek_experts
+from minisgl_backend.models.families.fields import (
+    ATTENTION_KINDS,
+    check_always,
+    layers_with_experts,
+    text_config,
+    text_part,
+    windows_by_kind,
+)
+from minisgl_backend.models.spec import MOST_EXPERTS, ModelSpec
+from minisgl_backend.models.tensor_names import TensorNames
+
+_CORRECTION: Final = "e_score_correction_bias"
 
 
 def read_exaone4(config: ConfigReader) -> ModelSpec:
     """``Exaone4ForCausalLM``: the outputs of attention and feed-forward are normalized, not their
     inputs; queries and keys are normalized by head. If some layers have windows, only these rotate.
     """
+    return ModelSpec(architecture="Exaone4ForCausalLM", norms="after", **_exaone_fields(config))
+
+
+def read_exaone4_5(config: ConfigReader) -> ModelSpec:
+    """``Exaone4_5_ForConditionalGeneration``, the text part: EXAONE 4.0."""
+    spec = read_exaone4(text_config(config, tied=False))
+    spec = replace(spec, names=replace(spec.names, left_out=("mtp.",)))
+    return text_part(spec, "Exaone4_5_ForConditionalGeneration")
+
+
+def read_exaone_moe(config: ConfigReader) -> ModelSpec:
+    """``ExaoneMoeForCausalLM``, K-EXAONE, also spelled ``ExaoneMoEForCausalLM``: inputs are
+    normalized as usual, and all layers but the first have experts by DeepSeek's router."""
+    check_always(config, {"scoring_func": "sigmoid", "topk_method": "noaux_tc"})
+    fields = _exaone_fields(config)
+    num_layers = fields["num_layers"]
+    dense = config.integer("first_k_dense_replace", 1, minimum=0)
+    layers = layers_with_experts(config, num_layers, dense=dense)
+    # the publisher's own list, which transformers does not read
+    check_always(config, {"is_moe_layer": [layer in layers for layer in range(num_layers)]})
+    spelled = config.with_defaults(
+        moe_intermediate_size=1024, routed_scaling_factor=2.5
+    ).with_values(
+        n_routed_experts=config.integer("num_experts", 64, maximum=MOST_EXPERTS),
+        n_shared_experts=config.integer("num_shared_experts", 1, maximum=MOST_EXPERTS),
+    )
+    moe = replace(deepseek_experts(spelled, num_layers, first=dense), layers=layers)
+    names = TensorNames(
+        renamed=((f".mlp.{_CORRECTION}", f".mlp.gate.{_CORRECTION}"),), left_out=("mtp.",)
+    )
+    published = "ExaoneMoEForCausalLM"
+    return ModelSpec(
+        architecture=published
+        if published in config.values.get("architectures", ())
+        else "ExaoneMoeForCausalLM",
+        moe=moe,
+        names=names,
+        **fields,
+    )
+
+
+def _exaone_fields(config: ConfigReader) -> dict[str, Any]:
     config = config.with_defaults(rms_norm_eps=1e-5, num_key_value_heads=32)
-    fields = common_fields(config)
+    fields = {**common_fields(config), "qk_norm": "head"}
     kinds, window = _kinds(config, fields["num_layers"])
     fields["windows"] = windows_by_kind(kinds, window)
     if window is not None:
         rope = fields["rope"]
         fields["ropes"] = tuple(rope if kind == "sliding_attention" else None for kind in kinds)
-    return ModelSpec(architecture="Exaone4ForCausalLM", norms="after", qk_norm="head", **fields)
+    return fields
 
 
 def _kinds(config: ConfigReader, num_layers: int) -> tuple[list[str], int | None]:

@@ -81,6 +81,15 @@ def sparse_layers(config: ConfigReader, num_layers: int) -> frozenset[int]:
     )
 
 
+def layers_with_experts(config: ConfigReader, num_layers: int, *, dense: int) -> frozenset[int]:
+    """The layers that are ``sparse`` by ``mlp_layer_types``; by default all but the first ``dense``
+    ones."""
+    kinds = config.layer_kinds(("dense", "sparse"), num_layers, "mlp_layer_types") or [
+        "dense" if layer < dense else "sparse" for layer in range(num_layers)
+    ]
+    return frozenset(layer for layer, kind in enumerate(kinds) if kind == "sparse")
+
+
 def read_rotating(config: ConfigReader, num_layers: int) -> list[bool]:
     """Which layers rotate: in spite of its name, those for which ``no_rope_layers`` has a 1. By
     default every ``no_rope_layer_interval``-th layer, which is every fourth, does not."""

@@ -17,14 +17,14 @@ def read_granite(config: ConfigReader) -> ModelSpec:
     return ModelSpec(
         architecture="GraniteForCausalLM",
         mlp_bias=config.flag("mlp_bias"),
-        **_granite_fields(config),
+        **granite_fields(config),
     )
 
 
 def read_granite_moe(config: ConfigReader) -> ModelSpec:
     """``GraniteMoeForCausalLM``, Granite 3 with experts in every layer: a softmax over the logits
     of a token's experts, which is that over all logits if the weights sum to 1."""
-    fields = _granite_fields(config)
+    fields = granite_fields(config)
     experts = ExpertsSpec(
         routing=read_routing(config, 8, 2, normalize=True),
         intermediate_size=fields["intermediate_size"],
@@ -44,7 +44,8 @@ def read_granite_moe(config: ConfigReader) -> ModelSpec:
     )
 
 
-def _granite_fields(config: ConfigReader) -> dict[str, Any]:
+def granite_fields(config: ConfigReader) -> dict[str, Any]:
+    """The common fields with Granite's multipliers, and perhaps biases of attention."""
     return {
         "attention_scale": config.number("attention_multiplier", 1.0),
         "embedding_scale": config.number("embedding_multiplier", 1.0),

@@ -1,7 +1,8 @@
-"""Llama, and what adds little to it: Seed-OSS and SmolLM3."""
+"""Llama, and what adds little or nothing to it: InternLM3, IQuest-Coder, Seed-OSS and SmolLM3."""
 
 from __future__ import annotations
 
+from minisgl_backend.errors import ConfigError
 from minisgl_backend.models.common_fields import common_fields
 from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.families.fields import (
@@ -21,6 +22,44 @@ def read_llama(config: ConfigReader) -> ModelSpec:
         mlp_bias=config.flag("mlp_bias"),
         **attention_biases(config),
         **common_fields(config),
+    )
+
+
+def read_internlm3(config: ConfigReader) -> ModelSpec:
+    """``InternLM3ForCausalLM``: Llama with other names of the keys for biases."""
+    bias = config.flag("mlp_bias", config.flag("bias"))
+    of_attention = config.flag("attention_bias", config.flag("qkv_bias"))
+    if of_attention != bias:  # the output projection would have the latter
+        raise ConfigError(
+            f"{config.where}: qkv_bias {of_attention} with bias {bias} is not supported"
+        )
+    config = config.with_defaults(
+        rms_norm_eps=1e-5, num_key_value_heads=2, max_position_embeddings=2**15
+    )
+    return ModelSpec(
+        architecture="InternLM3ForCausalLM",
+        qkv_bias=bias,
+        output_bias=bias,
+        mlp_bias=bias,
+        **common_fields(config, head_dim=128),
+    )
+
+
+def read_iquest_coder(config: ConfigReader) -> ModelSpec:
+    """``IQuestCoderForCausalLM``, IQuest-Coder: Llama, whose heads have 128 elements unless
+    config.json says otherwise."""
+    if "clip_qkv" in config.values:
+        raise ConfigError(f"{config.where}: clip_qkv is not supported")
+    if config.flag("use_sliding_window"):
+        raise ConfigError(f"{config.where}: use_sliding_window is not supported")
+    config = config.with_defaults(
+        rms_norm_eps=1e-5, num_key_value_heads=8, max_position_embeddings=2**17
+    )
+    return ModelSpec(
+        architecture="IQuestCoderForCausalLM",
+        mlp_bias=config.flag("mlp_bias"),
+        **attention_biases(config),
+        **common_fields(config, head_dim=128),
     )
 
 

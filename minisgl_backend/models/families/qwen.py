@@ -1,7 +1,8 @@
-"""Qwen2, Qwen2.5 and Qwen3, dense and with experts; and the text parts of their relatives that see.
+"""Qwen2, Qwen2.5 and Qwen3, dense and with experts; Mellum 2, which is Qwen3 with experts and
+windows; and the text parts of Qwen's relatives that see.
 
-These rotate by a token's time, row and column. In text all three are its position, so the rotation
-is the usual one.
+The latter rotate by a token's time, row and column. In text all three are its position, so the
+rotation is the usual one.
 """
 
 from __future__ import annotations
@@ -10,18 +11,22 @@ from dataclasses import replace
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.experts_spec import ExpertsSpec, SharedExpert
-from minisgl_backend.models.common_fields import common_fields
+from minisgl_backend.models.common_fields import common_fields, read_rope
 from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.families.fields import (
     ATTENTION_KINDS,
+    layers_with_experts,
     qk_normed_fields,
+    read_ropes_by_kind,
     read_routing,
+    set_kinds,
     sparse_layers,
     text_config,
     text_part,
     windows_by_kind,
 )
 from minisgl_backend.models.spec import MOST_WIDTH, ModelSpec, MoeSpec
+from minisgl_backend.models.tensor_names import TensorNames
 
 
 def read_qwen2(config: ConfigReader) -> ModelSpec:
@@ -76,6 +81,43 @@ def read_qwen3_moe(config: ConfigReader) -> ModelSpec:
     )
     moe = MoeSpec(experts=experts, layers=sparse_layers(config, num_layers))
     return ModelSpec(architecture="Qwen3MoeForCausalLM", moe=moe, **fields)
+
+
+def read_mellum(config: ConfigReader) -> ModelSpec:
+    """``MellumForCausalLM``, Mellum 2: experts in every layer, and layers with windows, which have
+    a rotation of their own."""
+    config = config.with_defaults(
+        num_key_value_heads=4,
+        head_dim=128,
+        max_position_embeddings=2**17,
+        rope_parameters={
+            "full_attention": {"rope_type": "default", "rope_theta": 5e5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+        },
+    )
+    if "rope_scaling" in config.values:
+        raise ConfigError(f"{config.where}: rope_scaling is not supported, only rope_parameters")
+    by_kind, fields = read_ropes_by_kind(config, qk_normed_fields)
+    num_layers = fields["num_layers"]
+    kinds = config.layer_kinds(ATTENTION_KINDS, num_layers) or ["full_attention"] * num_layers
+    if missing := set(kinds) - by_kind.keys():
+        names = ", ".join(sorted(missing))
+        raise ConfigError(f"{config.where}: rope_parameters lacks a table for {names}")
+    if "sliding_attention" in kinds:
+        given = by_kind["sliding_attention"]
+        local = read_rope(config, fields["rope"].max_positions, given=given)
+        set_kinds(fields, kinds, config.integer("sliding_window", 1024), local)
+    experts = ExpertsSpec(
+        routing=read_routing(config, 64, 8, normalize=config.flag("norm_topk_prob", True)),
+        intermediate_size=config.integer("moe_intermediate_size", 896, maximum=MOST_WIDTH),
+    )
+    layers = layers_with_experts(config, num_layers, dense=0)
+    return ModelSpec(
+        architecture="MellumForCausalLM",
+        moe=MoeSpec(experts=experts, layers=layers) if layers else None,
+        names=TensorNames(left_out=("mtp.",)),
+        **fields,
+    )
 
 
 def read_qwen2_vl(config: ConfigReader) -> ModelSpec:

@@ -18,6 +18,7 @@ from tests.unit.models.config_jsons import (
     DOTS_LLM1,
     ERNIE_4_5_0_3B,
     ERNIE_4_5_21B_A3B,
+    EXAONE_4_5_33B,
     EXAONE_4_32B,
     GEMMA_3_1B,
     GEMMA_3_4B,
@@ -30,8 +31,14 @@ from tests.unit.models.config_jsons import (
     GRANITE_3_3_8B,
     HUNYUAN_7B,
     HUNYUAN_A13B,
+    HY3,
+    HYPERCLOVA_X_SEED_THINK_14B,
+    INTERNLM3_8B,
+    IQUEST_CODER_40B,
+    K_EXAONE,
     LLAMA_3_1_8B,
     LLAMA_4_SCOUT,
+    MELLUM_2,
     MINIMAX_M2,
     MINISTRAL_3_8B,
     MINISTRAL_8B,
@@ -52,6 +59,7 @@ from tests.unit.models.config_jsons import (
     QWEN_3_VL_30B_A3B,
     SEED_OSS_36B,
     SMOLLM_3B,
+    SOLAR_OPEN_100B,
 )
 
 
@@ -725,6 +733,159 @@ def test_experts_of_hunyuan() -> None:
             parse_spec({**HUNYUAN_A13B, **wrong})
 
 
+def test_the_text_part_of_exaone_4_5() -> None:
+    spec = parse_spec(EXAONE_4_5_33B)
+    whole = {**EXAONE_4_5_33B["text_config"], "tie_word_embeddings": False}
+    alone = parse_spec(whole)
+    assert spec.names.multimodal and spec.names.left_out == ("mtp.",)
+    assert replace(spec, architecture=alone.architecture, names=alone.names) == alone
+    assert spec.windows == (4096, 4096, 4096, None) * 16 and spec.eos_token_ids == {53}
+    assert 31.5 < spec.num_parameters / 1e9 < 33.5
+
+
+def test_experts_of_k_exaone() -> None:
+    spec = parse_spec(K_EXAONE)
+    rule = RoutingRule(
+        num_experts=128, top_k=8, normalize=True, sigmoid=True, corrected=True, scale=2.5
+    )
+    shared = SharedExpert(name="shared_experts", intermediate_size=2048)
+    experts = ExpertsSpec(routing=rule, intermediate_size=2048, shared=shared)
+    assert spec.moe == MoeSpec(experts=experts, layers=frozenset(range(1, 48)))
+    assert (spec.norms, spec.qk_norm, spec.norm_eps) == ("before", "head", 1e-5)
+    assert spec.windows == (128, 128, 128, None) * 12
+    assert spec.ropes == (spec.rope, spec.rope, spec.rope, None) * 12
+    assert 230 < spec.num_parameters / 1e9 < 240 and 21 < spec.num_active_parameters / 1e9 < 24
+    other = {"architectures": ["ExaoneMoeForCausalLM"], "is_moe_layer": None}
+    changed = parse_spec({**K_EXAONE, **other, "first_k_dense_replace": 1})
+    assert changed == replace(spec, architecture="ExaoneMoeForCausalLM")
+    later = {"first_k_dense_replace": 3, "is_moe_layer": [False] * 3 + [True] * 45}
+    found = parse_spec({**K_EXAONE, **later}).moe
+    assert found is not None and found.layers == frozenset(range(3, 48))
+    for wrong, message in (
+        ({"is_moe_layer": [True] * 48}, r"is_moe_layer \[True, .* is not supported, only \[False"),
+        ({"scoring_func": "softmax"}, "scoring_func 'softmax' is not supported"),
+        ({"topk_method": "greedy"}, "topk_method 'greedy' is not supported"),
+        ({"mlp_layer_types": ["sparse"]}, "mlp_layer_types must be 48 of dense, sparse"),
+        ({"sliding_window": None}, "sliding_window must be an integer, since layer_types has"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            parse_spec({**K_EXAONE, **wrong})
+
+
+def test_experts_of_solar_open() -> None:
+    spec = parse_spec(SOLAR_OPEN_100B)
+    rule = RoutingRule(num_experts=128, top_k=8, normalize=True, sigmoid=True, corrected=True)
+    shared = SharedExpert(name="shared_experts", intermediate_size=1280)
+    experts = ExpertsSpec(routing=rule, intermediate_size=1280, shared=shared)
+    assert spec.moe == MoeSpec(experts=experts, layers=frozenset(range(48)))
+    assert (spec.qk_norm, spec.norm_eps, spec.context) == (None, 1e-5, 131072)
+    assert (spec.rope.scaling, spec.rope.factor, spec.rope.theta) == ("yarn", 2.0, 1e6)
+    assert 100 < spec.num_parameters / 1e9 < 104 and 10 < spec.num_active_parameters / 1e9 < 13
+    biased = parse_spec({**SOLAR_OPEN_100B, "attention_bias": True})
+    assert (biased.qkv_bias, biased.output_bias) == (True, False)
+    del (other := {**SOLAR_OPEN_100B, "num_local_experts": 128})["intermediate_size"]
+    changed = parse_spec({**other, "n_routed_experts": None})
+    assert replace(changed, intermediate_size=spec.intermediate_size) == spec
+    for wrong, message in (
+        ({"first_k_dense_replace": 1}, "first_k_dense_replace 1 is not supported, only 0"),
+        ({"use_qk_norm": True}, "use_qk_norm True is not supported, only False"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            parse_spec({**SOLAR_OPEN_100B, **wrong})
+
+
+def test_experts_of_hy3() -> None:
+    spec = parse_spec(HY3)
+    rule = RoutingRule(
+        num_experts=192, top_k=8, normalize=True, sigmoid=True, corrected=True, scale=2.826
+    )
+    shared = SharedExpert(name="shared_mlp", intermediate_size=1536)
+    experts = ExpertsSpec(routing=rule, intermediate_size=1536, shared=shared)
+    assert spec.moe == MoeSpec(experts=experts, layers=frozenset(range(1, 80)))
+    assert (spec.qk_norm, spec.norm_eps, spec.dtype) == ("head", 1e-5, "bfloat16")
+    assert spec.names.left_out == ("model.layers.80.",)
+    assert 293 < spec.num_parameters / 1e9 < 300 and 19 < spec.num_active_parameters / 1e9 < 22
+    assert parse_spec({**HY3, "torch_dtype": "float16"}).dtype == "float16"
+    kinds = {"mlp_layer_types": ["dense"] * 2 + ["sparse"] * 78, "first_k_dense_replace": 2}
+    found = parse_spec({**HY3, **kinds}).moe
+    assert found is not None and found.layers == frozenset(range(2, 80))
+    for wrong, message in (
+        ({"first_k_dense_replace": 2}, "first_k_dense_replace 2 is not supported, only 1"),
+        ({"expert_hidden_dim": 1024}, "expert_hidden_dim 1024 is not supported, only 1536"),
+        ({"mlp_bias": True}, "mlp_bias True is not supported"),
+        ({"qk_norm": False}, "qk_norm False is not supported"),
+        ({"route_norm": False}, "route_norm False is not supported"),
+        ({"moe_router_use_sigmoid": False}, "moe_router_use_sigmoid False is not supported"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            parse_spec({**HY3, **wrong})
+
+
+def test_windows_and_experts_of_mellum_2() -> None:
+    spec = parse_spec(MELLUM_2)
+    rule = RoutingRule(num_experts=64, top_k=8, normalize=True)
+    experts = ExpertsSpec(routing=rule, intermediate_size=896)
+    assert spec.moe == MoeSpec(experts=experts, layers=frozenset(range(28)))
+    assert spec.windows == (1024, 1024, 1024, None) * 7 and spec.context == 131072
+    assert (spec.rope.scaling, spec.rope.factor) == ("yarn", 16.0)
+    local = spec.rope_of(0)
+    assert local is not None and (local.scaling, local.theta) == ("default", 5e5)
+    assert spec.ropes == (local, local, local, spec.rope) * 7
+    assert 12 < spec.num_parameters / 1e9 < 12.5 and 1.9 < spec.num_active_parameters / 1e9 < 2.1
+    plain = parse_spec({**MELLUM_2, "layer_types": None, "mlp_layer_types": ["dense"] * 28})
+    assert plain.windows == (None,) * 28 and not plain.ropes and plain.moe is None
+    for wrong, message in (
+        ({"rope_scaling": {"type": "yarn"}}, "rope_scaling is not supported, only rope_param"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}},
+            "rope_parameters lacks a table for sliding_attention",
+        ),
+        (
+            {"rope_parameters": {"rope_theta": 1e4}},
+            "lacks a table for full_attention, sliding_attention",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            parse_spec({**MELLUM_2, **wrong})
+
+
+def test_multipliers_and_norms_of_hyperclova() -> None:
+    spec = parse_spec(HYPERCLOVA_X_SEED_THINK_14B)
+    scales = spec.attention_scale, spec.embedding_scale, spec.branch_scale, spec.logit_scale
+    assert scales == (0.0078125, 10.0, 1.0, 0.125) and spec.norms == "around"
+    assert 14.7 < spec.num_parameters / 1e9 < 14.8
+    scaled = {**HYPERCLOVA_X_SEED_THINK_14B, "residual_multiplier": 0.5}
+    spec = parse_spec(scaled)
+    assert (spec.branch_scale, spec.stream_scale, spec.stream_eps) == (0.5, 1.0, 1e-5)
+    spec = parse_spec({**scaled, "use_post_norm": False, "attention_multiplier": None})
+    assert (spec.stream_scale, spec.stream_eps, spec.attention_scale) == (0.5, 4e-5, 128**-0.5)
+    assert spec.norms == "before" and not spec.names.renamed
+
+
+def test_biases_of_internlm3() -> None:
+    spec = parse_spec(INTERNLM3_8B)
+    assert (spec.rope.scaling, spec.context) == ("dynamic", 196_608)
+    assert not (spec.qkv_bias or spec.output_bias or spec.mlp_bias)
+    assert 8.7 < spec.num_parameters / 1e9 < 8.9
+    for names in (("qkv_bias", "bias"), ("attention_bias", "mlp_bias")):
+        biased = parse_spec({**INTERNLM3_8B, **dict.fromkeys(names, True)})
+        assert biased.qkv_bias and biased.output_bias and biased.mlp_bias
+    with pytest.raises(ConfigError, match="qkv_bias True with bias False is not supported"):
+        parse_spec({**INTERNLM3_8B, "qkv_bias": True})
+
+
+def test_what_iquest_coder_does_not_use() -> None:
+    spec = parse_spec(IQUEST_CODER_40B)
+    assert 39 < spec.num_parameters / 1e9 < 41 and spec.context == 131072
+    for wrong, message in (
+        ({"clip_qkv": 8.0}, "clip_qkv is not supported"),
+        ({"use_sliding_window": True}, "use_sliding_window is not supported"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            parse_spec({**IQUEST_CODER_40B, **wrong})
+
+
 def test_sections_and_experts_of_llama_4() -> None:
     spec = parse_spec(LLAMA_4_SCOUT)
     still = frozenset(range(3, 48, 4))
@@ -825,7 +986,9 @@ def test_every_architecture_is_tested() -> None:
         ),
         *(EXAONE_4_32B, GLM_4_9B_0414, {**GLM_4_9B_0414, "architectures": ["GlmForCausalLM"]}),
         *(ERNIE_4_5_0_3B, ERNIE_4_5_21B_A3B, OLMOE_1B_7B, GRANITE_3_1_3B_A800M),
-        *(HUNYUAN_7B, HUNYUAN_A13B),
+        *(HUNYUAN_7B, HUNYUAN_A13B, EXAONE_4_5_33B, SOLAR_OPEN_100B, HY3, MELLUM_2),
+        *(K_EXAONE, {**K_EXAONE, "architectures": ["ExaoneMoeForCausalLM"]}),
+        *(HYPERCLOVA_X_SEED_THINK_14B, INTERNLM3_8B, IQUEST_CODER_40B),
     )
     found = {parse_spec(config).architecture for config in configs}
     hybrid = {name for name in ARCHITECTURES if name.startswith(("Qwen3_5", "Qwen3Next"))}

@@ -140,7 +140,8 @@ def pages_of(model: Decoder) -> list[PagedKV]:
     + [("broad", True), ("broad", False)]
     + [(case, True) for case in ("gemma3", "granite-tied", "olmo2", "phi3-partial", "smollm3")]
     + [(case, True) for case in ("ernie-biases", "ernie-moe", "exaone4", "glm4", "granite-moe")]
-    + [(case, True) for case in ("hunyuan-yarn", "hunyuan-moe", "olmoe")],
+    + [(case, True) for case in ("hunyuan-yarn", "hunyuan-moe", "olmoe")]
+    + [(case, True) for case in ("exaone-moe-groups", "hy-v3", "hyperclova", "mellum")],
 )
 @pytest.mark.parametrize("length", [5, 40])
 def test_a_prompt_then_a_token(case: str, length: int, fused: bool, tmp_path: Path) -> None:
@@ -741,7 +742,7 @@ def test_experts_beside_a_block_behind_kernels(
 
 
 @pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("case", ["glm4-moe", "hunyuan-moe", "qwen3.5-experts"])
+@pytest.mark.parametrize("case", ["glm4-moe", "hunyuan-moe", "hy-v3", "qwen3.5-experts"])
 @pytest.mark.parametrize(
     "form", [None, CONVERTED_FP8, replace(CONVERTED_FP8, block=(1, None))], ids=str
 )

@@ -37,7 +37,13 @@ from minisgl_backend.models.families.gemma import (
 )
 from minisgl_backend.models.families.glm import read_glm, read_glm4
 from minisgl_backend.models.families.gpt_oss import read_gpt_oss
-from minisgl_backend.models.families.granite import read_granite, read_granite_moe
+from minisgl_backend.models.families.granite import (
+    read_granite,
+    read_granite_moe,
+    read_granite_moe_shared,
+    read_granite_moe_swa,
+    read_granite_swa,
+)
 from minisgl_backend.models.families.hunyuan import read_hunyuan_dense, read_hunyuan_moe
 from minisgl_backend.models.families.hyperclova import read_hyperclovax
 from minisgl_backend.models.families.llama import (
@@ -246,6 +252,9 @@ ARCHITECTURES: Final[Mapping[str, Callable[[ConfigReader], ModelSpec]]] = Mappin
         "Gemma4UnifiedForConditionalGeneration": read_gemma4_unified,
         "GraniteForCausalLM": read_granite,
         "GraniteMoeForCausalLM": read_granite_moe,
+        "GraniteMoeSharedForCausalLM": read_granite_moe_shared,
+        "GraniteSWAForCausalLM": read_granite_swa,
+        "GraniteMoeSWAForCausalLM": read_granite_moe_swa,
         "SeedOssForCausalLM": read_seed_oss,
         "SmolLM3ForCausalLM": read_smollm3,
         "GptOssForCausalLM": read_gpt_oss,

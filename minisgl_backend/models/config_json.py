@@ -122,14 +122,14 @@ class ConfigReader:
             raise self.error(key, "an integer >= 0 or a list of them", value)
         return found
 
-    def numbers(self, key: str) -> tuple[float, ...]:
-        """A list of positive, finite numbers; empty if it is absent."""
+    def numbers(self, key: str, *, or_zero: bool = False) -> tuple[float, ...]:
+        """A list of positive, finite numbers, with ``or_zero`` also 0; empty if it is absent."""
         value = self.values.get(key, [])
         if not isinstance(value, list):
             raise self.error(key, "a list of numbers", value)
         named = {f"{key}[{index}]": entry for index, entry in enumerate(value)}
         entries = ConfigReader(named, self.where)
-        return tuple(entries.number(name) for name in named)
+        return tuple(entries.number(name, or_zero=or_zero) for name in named)
 
     def layer_kinds(
         self, kinds: Collection[str], num_layers: int, key: str = "layer_types"

@@ -49,6 +49,12 @@ from transformers import (
     GraniteForCausalLM,
     GraniteMoeConfig,
     GraniteMoeForCausalLM,
+    GraniteMoeSharedConfig,
+    GraniteMoeSharedForCausalLM,
+    GraniteMoeSWAConfig,
+    GraniteMoeSWAForCausalLM,
+    GraniteSWAConfig,
+    GraniteSWAForCausalLM,
     HunYuanDenseV1Config,
     HunYuanDenseV1ForCausalLM,
     HunYuanMoEV1Config,
@@ -578,12 +584,41 @@ def _olmoe(**changes: Any) -> PreTrainedModel:
     return OlmoeForCausalLM(OlmoeConfig(**{**_SHAPE, **experts, **changes}))
 
 
-def _granite_moe(**changes: Any) -> PreTrainedModel:
+def _granite_experts(**changes: Any) -> dict[str, Any]:
     multipliers = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22}
     multipliers |= {"attention_multiplier": 0.2, "logits_scaling": 6.0}
     experts = {"num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 48}
-    values = {**_SHAPE, **multipliers, **experts, **changes}
-    return GraniteMoeForCausalLM(GraniteMoeConfig(**values))
+    return {**_SHAPE, **multipliers, **experts, **changes}
+
+
+def _granite_moe() -> PreTrainedModel:
+    return GraniteMoeForCausalLM(GraniteMoeConfig(**_granite_experts()))
+
+
+def _granite_moe_shared(**changes: Any) -> PreTrainedModel:
+    values = _granite_experts(shared_intermediate_size=80, **changes)
+    return GraniteMoeSharedForCausalLM(GraniteMoeSharedConfig(**values))
+
+
+_SWA: Final = MappingProxyType(
+    {
+        "num_hidden_layers": 4,
+        "sliding_window": 20,
+        "layer_types": ["full_attention", *["sliding_attention"] * 2, "full_attention"],
+    }
+)
+
+
+def _granite_swa(**changes: Any) -> PreTrainedModel:
+    multipliers = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22}
+    multipliers |= {"attention_multiplier": 0.2, "logits_scaling": 6.0}
+    values = {**_SHAPE, **_SWA, **multipliers, **changes}
+    return GraniteSWAForCausalLM(GraniteSWAConfig(**values))
+
+
+def _granite_moe_swa(**changes: Any) -> PreTrainedModel:
+    values = _granite_experts(**_SWA, **changes)
+    return GraniteMoeSWAForCausalLM(GraniteMoeSWAConfig(**values))
 
 
 _ALPHA: Final = MappingProxyType(
@@ -894,6 +929,17 @@ CASES: Final[Mapping[str, Callable[[], PreTrainedModel]]] = MappingProxyType(
         "internlm3-dynamic": lambda: _internlm3(**_dynamic()),
         "internlm3-biases": lambda: _internlm3(attention_bias=True, mlp_bias=True),
         "iquest-coder": lambda: _iquest_coder(tie_word_embeddings=True),
+        "granite-shared": _granite_moe_shared,
+        "granite-swa": lambda: _granite_swa(
+            layer_rope_theta=[0, 10_000.0, 500.0, 10_000.0], tie_word_embeddings=False
+        ),
+        "granite-swa-biases": lambda: _granite_swa(
+            attention_bias=True, mlp_bias=True, rope_parameters=dict(_LLAMA3)
+        ),
+        "granite-moe-swa": _granite_moe_swa,
+        "granite-moe-swa-shared": lambda: _granite_moe_swa(
+            shared_intermediate_size=80, layer_rope_theta=[0, 500.0, 500.0, 0]
+        ),
     }
 )
 

@@ -172,6 +172,8 @@ def test_adapters_over_quantized_weights(case: str, tmp_path: Path) -> None:
         ("exaone4.5", ("q_proj", "k_proj", "v_proj", "o_proj")),
         ("hyperclova", ("q_proj", "k_proj", "o_proj", "up_proj", "down_proj")),
         ("internlm3-biases", ("q_proj", "v_proj", "o_proj", "down_proj")),
+        ("granite-swa", ("q_proj", "v_proj", "o_proj", "gate_proj", "down_proj")),
+        ("granite-moe-swa", ("q_proj", "k_proj", "o_proj")),
         ("iquest-coder", ("q_proj", "v_proj", "up_proj")),
         ("qwen3.5-multimodal", ("q_proj", "v_proj", "o_proj", "up_proj")),
     ],

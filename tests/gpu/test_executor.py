@@ -90,6 +90,9 @@ OTHERS = [
     "glm",
     "glm4",
     "granite-moe",
+    "granite-moe-swa-shared",
+    "granite-shared",
+    "granite-swa",
     "hunyuan",
     "hunyuan-moe",
     "hy-v3",
@@ -107,7 +110,9 @@ OTHERS = [
     "llama4-multimodal",
 ]
 """Cases with parts that no case above has."""
-_HAVE_EXPERTS = re.compile("mixtral|moe|dots|oss|experts|llama4|minimax|solar|hy-v3|mellum")
+_HAVE_EXPERTS = re.compile(
+    "mixtral|moe|dots|oss|experts|llama4|minimax|solar|hy-v3|mellum|granite-shared"
+)
 EXPERTS = [case for case in CASES + OTHERS if _HAVE_EXPERTS.search(case)]
 """Rounding, even of attention's GEMMs alone, may choose other experts."""
 

@@ -152,9 +152,8 @@ def read_hy_v3(config: ConfigReader) -> ModelSpec:
     check_always(config, _OF_HY_V3)
     inner = config.integer("moe_intermediate_size", 1536, maximum=MOST_WIDTH)
     check_always(config, {"expert_hidden_dim": inner})
-    if "torch_dtype" not in config.values:
-        config = config.with_defaults(dtype="bfloat16")
     config = config.with_defaults(
+        torch_dtype="bfloat16",
         rms_norm_eps=1e-5,
         rope_theta=11_158_840.0,
         num_key_value_heads=8,

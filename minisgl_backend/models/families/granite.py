@@ -1,15 +1,30 @@
-"""Granite 3, dense and with experts: Llama with multipliers."""
+"""Granite 3 and Granite SWASH, dense and with experts: Llama with multipliers."""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, Final
 
-from minisgl_backend.experts_spec import ExpertsSpec
+from minisgl_backend.experts_spec import ExpertsSpec, SharedExpert
 from minisgl_backend.models.common_fields import common_fields
 from minisgl_backend.models.config_json import ConfigReader
-from minisgl_backend.models.families.fields import attention_biases, read_routing
-from minisgl_backend.models.spec import ModelSpec, MoeSpec
+from minisgl_backend.models.families.fields import (
+    ATTENTION_KINDS,
+    attention_biases,
+    read_routing,
+    windows_by_kind,
+)
+from minisgl_backend.models.spec import MOST_WIDTH, ModelSpec, MoeSpec
 from minisgl_backend.models.tensor_names import TensorNames
+
+_RENAMED: Final = (
+    (".block_sparse_moe.input_linear.weight", ".mlp.experts.gate_up_proj"),
+    (".block_sparse_moe.output_linear.weight", ".mlp.experts.down_proj"),
+    (".block_sparse_moe.router.layer.", ".mlp.router."),
+    (".block_sparse_moe.", ".mlp."),
+    (".shared_mlp.input_linear.", ".mlp.shared_mlp.input_linear."),
+    (".shared_mlp.output_linear.", ".mlp.shared_mlp.down_proj."),
+)
 
 
 def read_granite(config: ConfigReader) -> ModelSpec:
@@ -22,26 +37,35 @@ def read_granite(config: ConfigReader) -> ModelSpec:
 
 
 def read_granite_moe(config: ConfigReader) -> ModelSpec:
-    """``GraniteMoeForCausalLM``, Granite 3 with experts in every layer: a softmax over the logits
-    of a token's experts, which is that over all logits if the weights sum to 1."""
-    fields = granite_fields(config)
-    experts = ExpertsSpec(
-        routing=read_routing(config, 8, 2, normalize=True),
-        intermediate_size=fields["intermediate_size"],
-        router="router",
-    )
-    renamed = (
-        (".block_sparse_moe.input_linear.weight", ".mlp.experts.gate_up_proj"),
-        (".block_sparse_moe.output_linear.weight", ".mlp.experts.down_proj"),
-        (".block_sparse_moe.router.layer.", ".mlp.router."),
-        (".block_sparse_moe.", ".mlp."),
+    """``GraniteMoeForCausalLM``, Granite 3 with experts in every layer."""
+    return _with_experts(config, "GraniteMoeForCausalLM", granite_fields(config))
+
+
+def read_granite_moe_shared(config: ConfigReader) -> ModelSpec:
+    """``GraniteMoeSharedForCausalLM``: the same, perhaps with an expert that all tokens take."""
+    return _with_experts(config, "GraniteMoeSharedForCausalLM", granite_fields(config), shared=True)
+
+
+def read_granite_swa(config: ConfigReader) -> ModelSpec:
+    """``GraniteSWAForCausalLM``, Granite SWASH: attention with sinks, and layers with windows. Each
+    layer may have its own base of the rotation; one of 0 means that it does not rotate."""
+    config = config.with_defaults(
+        rms_norm_eps=1e-5,
+        num_key_value_heads=4,
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
     )
     return ModelSpec(
-        architecture="GraniteMoeForCausalLM",
-        moe=MoeSpec(experts=experts, layers=frozenset(range(fields["num_layers"]))),
-        names=TensorNames(renamed=renamed),
-        **fields,
+        architecture="GraniteSWAForCausalLM",
+        mlp_bias=config.flag("mlp_bias"),
+        **_swa_fields(config),
     )
+
+
+def read_granite_moe_swa(config: ConfigReader) -> ModelSpec:
+    """``GraniteMoeSWAForCausalLM``: the same with the experts of ``GraniteMoeShared``."""
+    fields = _swa_fields(config)
+    return _with_experts(config, "GraniteMoeSWAForCausalLM", fields, shared=True)
 
 
 def granite_fields(config: ConfigReader) -> dict[str, Any]:
@@ -54,3 +78,42 @@ def granite_fields(config: ConfigReader) -> dict[str, Any]:
         **attention_biases(config),
         **common_fields(config),
     }
+
+
+def _swa_fields(config: ConfigReader) -> dict[str, Any]:
+    fields = {**granite_fields(config), "sinks": True}
+    num_layers, rope = fields["num_layers"], fields["rope"]
+    kinds = config.layer_kinds(ATTENTION_KINDS, num_layers) or [
+        "sliding_attention" if layer % 4 else "full_attention" for layer in range(num_layers)
+    ]
+    fields["windows"] = windows_by_kind(kinds, config.integer("sliding_window", 128))
+    bases = config.numbers("layer_rope_theta", or_zero=True) or (rope.theta,) * num_layers
+    if len(bases) != num_layers or any(0 < base <= 1 for base in bases):
+        raise config.error("layer_rope_theta", f"{num_layers} numbers above 1, or 0", list(bases))
+    ropes = tuple(replace(rope, theta=base) if base else None for base in bases)
+    if set(ropes) != {rope}:
+        fields["ropes"] = ropes
+    return fields
+
+
+def _with_experts(
+    config: ConfigReader, architecture: str, fields: dict[str, Any], *, shared: bool = False
+) -> ModelSpec:
+    """Experts in every layer: a softmax over the logits of a token's experts, which is that over
+    all logits if the weights sum to 1. ``shared``: the architecture may have an expert that all
+    tokens take, whose gates and ups are one tensor."""
+    width = config.integer("shared_intermediate_size", 0, minimum=0, maximum=MOST_WIDTH)
+    width = width if shared else 0
+    experts = ExpertsSpec(
+        routing=read_routing(config, 8, 2, normalize=True),
+        intermediate_size=fields["intermediate_size"],
+        shared=SharedExpert(name="shared_mlp", intermediate_size=width) if width else None,
+        router="router",
+    )
+    merged = {".mlp.shared_mlp.input_linear": {"gate_proj": width, "up_proj": width}}
+    return ModelSpec(
+        architecture=architecture,
+        moe=MoeSpec(experts=experts, layers=frozenset(range(fields["num_layers"]))),
+        names=TensorNames(renamed=_RENAMED, merged=merged if width else {}),
+        **fields,
+    )

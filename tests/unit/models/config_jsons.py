@@ -530,6 +530,50 @@ GRANITE_3_1_3B_A800M: Final[dict[str, Any]] = {
     "torch_dtype": "bfloat16",
     "vocab_size": 49155,
 }
+GRANITE_SWASH_2B: Final[dict[str, Any]] = {
+    "architectures": ["GraniteSWAForCausalLM"],
+    "attention_bias": False,
+    "attention_multiplier": 0.0078125,
+    "dtype": "bfloat16",
+    "embedding_multiplier": 12,
+    "eos_token_id": 100257,
+    "hidden_act": "silu",
+    "hidden_size": 2560,
+    "intermediate_size": 8192,
+    "layer_rope_theta": None,
+    "layer_types": ["full_attention", *["sliding_attention"] * 3] * 6,
+    "logits_scaling": 10,
+    "max_position_embeddings": 8192,
+    "mlp_bias": False,
+    "model_type": "granite_swa",
+    "num_attention_heads": 20,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 4,
+    "residual_multiplier": 0.28,
+    "rms_norm_eps": 1e-05,
+    "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+    "sliding_window": 128,
+    "tie_word_embeddings": True,
+    "vocab_size": 100352,
+}
+GRANITE_SWASH_3B_A600M: Final[dict[str, Any]] = {
+    **GRANITE_SWASH_2B,
+    "architectures": ["GraniteMoeSWAForCausalLM"],
+    "attention_multiplier": 0.015625,
+    "hidden_size": 1280,
+    "intermediate_size": 512,
+    "layer_types": [
+        "full_attention" if layer % 4 == 3 or layer == 0 else "sliding_attention"
+        for layer in range(28)
+    ],
+    "logits_scaling": 5,
+    "model_type": "granitemoe_swa",
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 28,
+    "num_local_experts": 48,
+    "residual_multiplier": 0.26,
+    "shared_intermediate_size": 1280,
+}
 HUNYUAN_7B: Final[dict[str, Any]] = {
     "architectures": ["HunYuanDenseV1ForCausalLM"],
     "attention_bias": False,

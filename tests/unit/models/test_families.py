@@ -29,6 +29,8 @@ from tests.unit.models.config_jsons import (
     GPT_OSS_20B,
     GRANITE_3_1_3B_A800M,
     GRANITE_3_3_8B,
+    GRANITE_SWASH_2B,
+    GRANITE_SWASH_3B_A600M,
     HUNYUAN_7B,
     HUNYUAN_A13B,
     HY3,
@@ -684,6 +686,41 @@ def test_multipliers_and_experts_of_granite() -> None:
     assert 3.2 < spec.num_parameters / 1e9 < 3.5
 
 
+def test_shared_experts_of_granite() -> None:
+    changes = {"architectures": ["GraniteMoeSharedForCausalLM"], "shared_intermediate_size": 1024}
+    spec = parse_spec({**GRANITE_3_1_3B_A800M, **changes})
+    former = parse_spec(GRANITE_3_1_3B_A800M)
+    assert spec.moe is not None and former.moe is not None
+    shared = SharedExpert(name="shared_mlp", intermediate_size=1024)
+    assert spec.moe.experts == replace(former.moe.experts, shared=shared)
+    without = parse_spec({**GRANITE_3_1_3B_A800M, **changes, "shared_intermediate_size": 0})
+    assert without == replace(former, architecture="GraniteMoeSharedForCausalLM")
+
+
+def test_windows_sinks_and_rotations_of_granite_swash() -> None:
+    spec = parse_spec(GRANITE_SWASH_2B)
+    assert spec.sinks and spec.windows == (None, 128, 128, 128) * 6 and not spec.ropes
+    assert (spec.attention_scale, spec.head_dim, spec.tie_embeddings) == (1 / 128, 128, True)
+    assert 2.1 < spec.num_parameters / 1e9 < 2.2
+    left_out = ("layer_types", "sliding_window", "num_key_value_heads", "tie_word_embeddings")
+    assert parse_spec({k: v for k, v in GRANITE_SWASH_2B.items() if k not in left_out}) == spec
+    changed = parse_spec({**GRANITE_SWASH_2B, "layer_rope_theta": [0, 1e4, 1e4, 5e5] * 6})
+    assert changed.ropes == (None, spec.rope, spec.rope, replace(spec.rope, theta=5e5)) * 6
+    for wrong in ([1e4] * 23, [1e4] * 25, [1.0] * 24):
+        with pytest.raises(ConfigError, match="layer_rope_theta must be 24 numbers above 1, or 0"):
+            parse_spec({**GRANITE_SWASH_2B, "layer_rope_theta": wrong})
+
+
+def test_experts_of_granite_swash() -> None:
+    spec = parse_spec(GRANITE_SWASH_3B_A600M)
+    rule = RoutingRule(num_experts=48, top_k=4, normalize=True)
+    shared = SharedExpert(name="shared_mlp", intermediate_size=1280)
+    experts = ExpertsSpec(routing=rule, intermediate_size=512, shared=shared, router="router")
+    assert spec.moe == MoeSpec(experts=experts, layers=frozenset(range(28))) and spec.sinks
+    assert spec.windows == (None, 128, 128, None, *(128, 128, 128, None) * 6)
+    assert 3 < spec.num_parameters / 1e9 < 3.05
+
+
 def test_norms_and_rotation_of_hunyuan() -> None:
     spec = parse_spec(HUNYUAN_7B)
     assert (spec.norms, spec.qk_norm, spec.norm_eps) == ("before", "rotated", 1e-5)
@@ -987,6 +1024,8 @@ def test_every_architecture_is_tested() -> None:
         *(EXAONE_4_32B, GLM_4_9B_0414, {**GLM_4_9B_0414, "architectures": ["GlmForCausalLM"]}),
         *(ERNIE_4_5_0_3B, ERNIE_4_5_21B_A3B, OLMOE_1B_7B, GRANITE_3_1_3B_A800M),
         *(HUNYUAN_7B, HUNYUAN_A13B, EXAONE_4_5_33B, SOLAR_OPEN_100B, HY3, MELLUM_2),
+        *(GRANITE_SWASH_2B, GRANITE_SWASH_3B_A600M),
+        {**GRANITE_3_1_3B_A800M, "architectures": ["GraniteMoeSharedForCausalLM"]},
         *(K_EXAONE, {**K_EXAONE, "architectures": ["ExaoneMoeForCausalLM"]}),
         *(HYPERCLOVA_X_SEED_THINK_14B, INTERNLM3_8B, IQUEST_CODER_40B),
     )

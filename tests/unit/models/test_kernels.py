@@ -141,7 +141,8 @@ def pages_of(model: Decoder) -> list[PagedKV]:
     + [(case, True) for case in ("gemma3", "granite-tied", "olmo2", "phi3-partial", "smollm3")]
     + [(case, True) for case in ("ernie-biases", "ernie-moe", "exaone4", "glm4", "granite-moe")]
     + [(case, True) for case in ("hunyuan-yarn", "hunyuan-moe", "olmoe")]
-    + [(case, True) for case in ("exaone-moe-groups", "hy-v3", "hyperclova", "mellum")],
+    + [(case, True) for case in ("exaone-moe-groups", "hy-v3", "hyperclova", "mellum")]
+    + [(case, True) for case in ("granite-shared", "granite-swa", "granite-moe-swa-shared")],
 )
 @pytest.mark.parametrize("length", [5, 40])
 def test_a_prompt_then_a_token(case: str, length: int, fused: bool, tmp_path: Path) -> None:
@@ -355,7 +356,10 @@ def use_twins(model: Decoder) -> None:
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("length", [5, 40])
-@pytest.mark.parametrize("case", ["llama-biases", "qwen3", "ernie-biases", "glm", "hunyuan-yarn"])
+@pytest.mark.parametrize(
+    "case",
+    ["llama-biases", "qwen3", "ernie-biases", "glm", "hunyuan-yarn", "granite-swa"],
+)
 def test_a_prompt_then_a_token_on_tensor_cores(
     case: str, length: int, size: int, tmp_path: Path
 ) -> None:

@@ -176,6 +176,10 @@ class ExpertsMLP(nn.Module):
         rows, squares = add_outputs(*outputs, residual, norm.weight, norm.eps, half=half, pdl=pdl)
         return residual, Normed(rows, norm if half else None, squares)
 
+    def output(self, x: Normed, *, pdl: bool, adapted: AdaptedTokens | None = None) -> Tensor:
+        """What ``forward`` adds, [num_tokens, hidden_size], for layers that change it first."""
+        return self.group.all_reduce(self.part(x, pdl=pdl, adapted=adapted))
+
     def part_of(self, rows: Tensor, routed: Tensor, *, pdl: bool) -> Tensor:
         """This rank's part of the sum over the ranks, [num_tokens, hidden_size]. Experts read
         ``rows`` and are chosen by ``routed``, both [num_tokens, hidden_size] and normalized. Only

@@ -18,6 +18,7 @@ from typing import Any, Final, Literal
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.models.checkpoint import head_and_embedding, is_headless
 from minisgl_backend.models.config_json import ConfigReader, read_json
+from minisgl_backend.models.families.afmoe import read_afmoe
 from minisgl_backend.models.families.deepseek_experts import (
     read_dots1,
     read_glm4_moe,
@@ -217,6 +218,7 @@ ARCHITECTURES: Final[Mapping[str, Callable[[ConfigReader], ModelSpec]]] = Mappin
         "Glm4MoeForCausalLM": read_glm4_moe,
         "Dots1ForCausalLM": read_dots1,
         "SolarOpenForCausalLM": read_solar_open,
+        "AfmoeForCausalLM": read_afmoe,
         "MiniMaxM2ForCausalLM": read_minimax_m2,
         "Qwen3NextForCausalLM": read_qwen3_next,
         "Qwen3_5ForCausalLM": read_qwen3_5,
@@ -277,5 +279,6 @@ _WITH_NEEDLESS_CODE: Final = frozenset(
     {"Phi3ForCausalLM", "MiniMaxM2ForCausalLM", "Ernie4_5ForCausalLM", "Ernie4_5_MoeForCausalLM"}
     | {"HunYuanDenseV1ForCausalLM", "HunYuanMoEV1ForCausalLM", "HyperCLOVAXForCausalLM"}
     | {"InternLM3ForCausalLM", "IQuestCoderForCausalLM", "SolarOpenForCausalLM"}
+    | {"AfmoeForCausalLM"}
 )
 """Architectures whose checkpoints come with code that transformers has included since."""

@@ -258,7 +258,8 @@ def check_weights(spec: ModelSpec, files: WeightFiles) -> None:
     }
     for layer in spec.attention_layers[:1]:
         heads = spec.kv_heads_of(layer)
-        attention, times = f"model.layers.{layer}.self_attn", 2 if spec.gated_attention else 1
+        attention = f"model.layers.{layer}.self_attn"
+        times = 2 if spec.gated_attention and not spec.gates_apart else 1
         expected[f"{attention}.q_proj"] = {
             "num_attention_heads x head_dim": times * spec.num_heads * heads.head_dim,
             "hidden_size": spec.hidden_size,

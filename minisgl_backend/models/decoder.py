@@ -323,4 +323,4 @@ def _layer(
         return Gemma4Layer(spec, layer, group, matrices, experts)
     if spec.norms == "before":
         return DecoderLayer(spec, layer, group, matrices, experts)
-    return PostNormLayer(spec, layer, group, matrices)
+    return PostNormLayer(spec, layer, group, matrices, experts)

@@ -72,7 +72,14 @@ class PostNormLayer(nn.Module):
     addition to them (Gemma 3). Both norms and the residual add between them are one kernel
     (``add_normed``)."""
 
-    def __init__(self, spec: ModelSpec, layer: int, group: Group, matrices: Matrices):
+    def __init__(
+        self,
+        spec: ModelSpec,
+        layer: int,
+        group: Group,
+        matrices: Matrices,
+        experts: MakeExperts,
+    ):
         super().__init__()
 
         def norm(scale: float = 1.0) -> RMSNorm:
@@ -83,7 +90,7 @@ class PostNormLayer(nn.Module):
         self.self_attn = SelfAttention(spec, layer, group, matrices)
         self.post_attention_layernorm = norm(spec.branch_scale)
         self.pre_feedforward_layernorm = norm() if has_both else None
-        self.mlp = _gated_mlp(spec, layer, group, matrices)
+        self.mlp = _feed_forward(spec, layer, group, matrices, experts)
         self.post_feedforward_layernorm = norm(spec.branch_scale)
         if self.input_layernorm is not None and self.pre_feedforward_layernorm is not None:
             self.input_layernorm.rounding = self.self_attn.rounding

@@ -181,7 +181,8 @@ class ModelSpec:
     other than experts. ``attention_scale`` multiplies the scores, by default head_dim to the power
     of -1/2. ``embedding_scale`` multiplies the embeddings,
     ``branch_scale`` what each part of a layer adds to the residual stream, and ``logit_scale`` the
-    logits. ``gated_attention``: attention's output is multiplied by a gate computed from its input.
+    logits. ``gated_attention``: attention's output is multiplied by a gate computed from its input;
+    with ``gates_apart`` by a projection of its own, otherwise by that of the queries.
     ``sinks``: the softmax of each head has one more score, which is learned. ``delta_net``
     describes the layers without attention.
 
@@ -223,6 +224,7 @@ class ModelSpec:
     branch_scale: float = 1.0
     logit_scale: float = 1.0
     gated_attention: bool = False
+    gates_apart: bool = False
     sinks: bool = False
     delta_net: DeltaSpec | None = None
     kv_heads: tuple[KVHeads, ...] = ()

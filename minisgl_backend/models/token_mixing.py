@@ -109,8 +109,10 @@ class SelfAttention(nn.Module):
         self.head_dim = head_dim = of_layer.head_dim
         queries = even_share(spec.num_heads * head_dim, group, "the attention heads' outputs")
         keys = kv_head_share(of_layer.num_kv_heads, head_dim, group)
-        self.is_gated, self.value_norm = spec.gated_attention, spec.value_norm
+        self.gates_apart = spec.gated_attention and spec.gates_apart
+        self.is_gated = spec.gated_attention and not spec.gates_apart
         self.has_own_kv, self.keys_are_values = source == layer, layer in spec.keys_are_values
+        self.value_norm = spec.value_norm
         parts = _projections(spec, layer, queries, keys)
         hidden_size, name = spec.hidden_size, f"model.layers.{layer}.self_attn"
         self.qkv_proj = MergedColumnLinear(
@@ -144,7 +146,7 @@ class SelfAttention(nn.Module):
             head_dim in HEAD_DIMS
             and self.has_own_kv
             and spec.qk_norm not in ("token", "rotated")
-            and not (self.is_gated or self.value_norm)
+            and not (spec.gated_attention or self.value_norm)
             and (rope is None or (rope.rotated == 1.0 and not rope.interleaved))
         )
         self._heads_kernel: HeadsKernel | None = None
@@ -243,6 +245,12 @@ class SelfAttention(nn.Module):
             weights = None if head_norm is None else head_norm.weight
             q = rotated_queries(qkv, places, self.num_heads, weights, self.eps, pdl=step.pdl)
             return q, None
+        gate: Tensor | None = None
+        if self.gates_apart:
+            qkv, gates = qkv.tensor_split([qkv.shape[1] - self.num_heads * self.head_dim], dim=1)
+            gate = gates.view(len(qkv), self.num_heads, self.head_dim)
+        elif self.is_gated:
+            gate = gates_of(qkv, self.num_heads, self.head_dim)
         if isinstance(norm, TokenNorm):
             norm.apply_to(qkv)
         q = qk_norm_rope_store(
@@ -258,16 +266,20 @@ class SelfAttention(nn.Module):
             eps=self.eps,
             pdl=step.pdl,
         )
-        return q, gates_of(qkv, self.num_heads, self.head_dim) if self.is_gated else None
+        return q, gate
 
 
 def _projections(spec: ModelSpec, layer: int, queries: Share, keys: Share) -> dict[str, Share]:
     """The projections of a layer's input by name, each with a rank's share of its outputs."""
     parts = {"q_proj": queries}
-    if spec.gated_attention:  # for each head the query, then the gate of its output
+    if spec.gated_attention and not spec.gates_apart:
+        # for each head the query, then the gate of its output
         parts["q_proj"] = Share(*(2 * n for n in astuple(queries)))
     if spec.kv_source(layer) == layer:
         parts["k_proj"] = keys
         if layer not in spec.keys_are_values:
             parts["v_proj"] = keys
+    if spec.gated_attention and spec.gates_apart:
+        assert "k_proj" in parts
+        parts["gate_proj"] = queries
     return parts

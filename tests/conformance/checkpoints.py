@@ -13,6 +13,8 @@ from typing import Any, Final
 
 import torch
 from transformers import (
+    AfmoeConfig,
+    AfmoeForCausalLM,
     Dots1Config,
     Dots1ForCausalLM,
     Ernie4_5_MoeConfig,
@@ -701,6 +703,12 @@ def _iquest_coder(**changes: Any) -> Any:
     return IQuestCoderForCausalLM(IQuestCoderConfig(**{**_SHAPE, "head_dim": 32, **changes}))
 
 
+def _afmoe(**changes: Any) -> PreTrainedModel:
+    experts = {"moe_intermediate_size": 48, "num_experts": 8, "num_experts_per_tok": 3}
+    sizes = {"head_dim": 32, "num_hidden_layers": 4, "sliding_window": 20}
+    return AfmoeForCausalLM(AfmoeConfig(**{**_SHAPE, **experts, **sizes, **changes}))
+
+
 CASES: Final[Mapping[str, Callable[[], PreTrainedModel]]] = MappingProxyType(
     {
         "llama": _llama,
@@ -940,6 +948,10 @@ CASES: Final[Mapping[str, Callable[[], PreTrainedModel]]] = MappingProxyType(
         "granite-moe-swa-shared": lambda: _granite_moe_swa(
             shared_intermediate_size=80, layer_rope_theta=[0, 500.0, 500.0, 0]
         ),
+        "afmoe": lambda: _afmoe(mup_enabled=True, num_shared_experts=1, route_scale=2.8),
+        "afmoe-dense": lambda: _afmoe(
+            num_dense_layers=2, global_attn_every_n_layers=2, rope_parameters=dict(_YARN)
+        ),
     }
 )
 
@@ -1002,6 +1014,14 @@ def write_broad_olmoe_checkpoint(folder: Path) -> Any:
     model: Any = _olmoe(**sizes, num_attention_heads=8, num_experts=128, num_experts_per_tok=8)
     draw(model, seed=98, spread=0.06)
     return _saved(_surer(model), folder)
+
+
+def write_broad_afmoe_checkpoint(folder: Path) -> Any:
+    """Trinity in such sizes: experts between norms of their inputs and outputs."""
+    sizes = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4}
+    model: Any = _afmoe(**sizes, head_dim=64, moe_intermediate_size=256, num_experts=16)
+    draw(model, seed=97, spread=0.06)
+    return _saved(model, folder)
 
 
 def _surer(model: Any) -> Any:

@@ -64,6 +64,8 @@ CASES = [
 
 
 OTHERS = [
+    "afmoe",
+    "afmoe-dense",
     "gemma3",
     "gemma4-merged",
     "gemma4-per-layer",

@@ -191,7 +191,8 @@ def test_qk_norm_rope_store(
     num_tokens, page_size, num_pages = 6, 4, 5
     num_cached = num_kv_heads * (1 if values == "keys" else 2)
     width = (num_heads * (2 if gated else 1) + num_cached) * head_dim
-    qkv = torch.randn(num_tokens, width, device=device).to(dtype)
+    rows = torch.randn(num_tokens, width + head_dim, device=device).to(dtype)
+    qkv = rows[:, :width]  # gates of a projection of their own may follow
     angle = torch.rand(50, rotary_dim // 2, device=device) * 6
     cos_sin = torch.cat([angle.cos(), angle.sin()], dim=1)
     cache_dtype = torch.float8_e4m3fn if fp8 else dtype

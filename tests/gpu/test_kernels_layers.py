@@ -102,13 +102,16 @@ def test_soft_cap(device: torch.device, dtype: torch.dtype, size: int) -> None:
 
 
 @pytest.mark.parametrize(("num_heads", "head_dim"), [(3, 16), (24, 256)])
+@pytest.mark.parametrize("apart", [False, True])
 def test_sigmoid_mul(
-    device: torch.device, dtype: torch.dtype, num_heads: int, head_dim: int
+    device: torch.device, dtype: torch.dtype, num_heads: int, head_dim: int, apart: bool
 ) -> None:
-    """Gates stand between queries, as in the projection of both."""
+    """Gates stand between queries, as in the projection of both, or apart behind all others."""
     x = torch.randn(5, num_heads, head_dim, device=device).to(dtype)
     qkv = torch.randn(5, (2 * num_heads + 2) * head_dim, device=device).to(dtype)
     gates = rope_store.gates_of(qkv, num_heads, head_dim)
+    if apart:
+        gates = qkv[:, -num_heads * head_dim :].view(5, num_heads, head_dim)
     expected = activation.sigmoid_mul_reference(x, gates)
     assert_close(activation.sigmoid_mul(x, gates), expected)
 

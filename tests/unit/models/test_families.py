@@ -62,6 +62,7 @@ from tests.unit.models.config_jsons import (
     SEED_OSS_36B,
     SMOLLM_3B,
     SOLAR_OPEN_100B,
+    TRINITY_NANO,
 )
 
 
@@ -832,6 +833,35 @@ def test_experts_of_solar_open() -> None:
             parse_spec({**SOLAR_OPEN_100B, **wrong})
 
 
+def test_gates_windows_and_experts_of_trinity() -> None:
+    spec = parse_spec(TRINITY_NANO)
+    rule = RoutingRule(
+        num_experts=128, top_k=8, normalize=True, sigmoid=True, corrected=True, scale=2.826
+    )
+    shared = SharedExpert(name="shared_experts", intermediate_size=256)
+    experts = ExpertsSpec(routing=rule, intermediate_size=256, shared=shared)
+    assert spec.moe == MoeSpec(experts=experts, layers=frozenset(range(2, 56)))
+    assert (spec.norms, spec.qk_norm, spec.norm_eps) == ("around", "head", 1e-5)
+    assert spec.gated_attention and spec.gates_apart and spec.embedding_scale == 32.0
+    assert spec.windows == (2048, 2048, 2048, None) * 14
+    assert spec.ropes == (spec.rope, spec.rope, spec.rope, None) * 14
+    assert 6 < spec.num_parameters / 1e9 < 6.3
+    unlisted = {**TRINITY_NANO, "layer_types": None}
+    assert parse_spec(unlisted) == spec
+    other = parse_spec({**unlisted, "global_attn_every_n_layers": 2, "num_dense_layers": 56})
+    assert other.windows == (2048, None) * 28 and other.moe is None
+    assert parse_spec({**TRINITY_NANO, "mup_enabled": False}).embedding_scale == 1.0
+    for wrong, message in (
+        ({"attention_bias": True}, "attention_bias True is not supported, only False"),
+        ({"score_func": "softmax"}, "score_func 'softmax' is not supported, only 'sigmoid'"),
+        ({"route_norm": False}, "route_norm False is not supported, only True"),
+        ({"n_group": 2}, "n_group 2 is not supported, only 1"),
+        ({"num_limited_groups": 2}, "num_limited_groups 2 is not supported, only 1"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            parse_spec({**TRINITY_NANO, **wrong})
+
+
 def test_experts_of_hy3() -> None:
     spec = parse_spec(HY3)
     rule = RoutingRule(
@@ -1024,7 +1054,7 @@ def test_every_architecture_is_tested() -> None:
         *(EXAONE_4_32B, GLM_4_9B_0414, {**GLM_4_9B_0414, "architectures": ["GlmForCausalLM"]}),
         *(ERNIE_4_5_0_3B, ERNIE_4_5_21B_A3B, OLMOE_1B_7B, GRANITE_3_1_3B_A800M),
         *(HUNYUAN_7B, HUNYUAN_A13B, EXAONE_4_5_33B, SOLAR_OPEN_100B, HY3, MELLUM_2),
-        *(GRANITE_SWASH_2B, GRANITE_SWASH_3B_A600M),
+        *(GRANITE_SWASH_2B, GRANITE_SWASH_3B_A600M, TRINITY_NANO),
         {**GRANITE_3_1_3B_A800M, "architectures": ["GraniteMoeSharedForCausalLM"]},
         *(K_EXAONE, {**K_EXAONE, "architectures": ["ExaoneMoeForCausalLM"]}),
         *(HYPERCLOVA_X_SEED_THINK_14B, INTERNLM3_8B, IQUEST_CODER_40B),

@@ -80,6 +80,7 @@ from tests.conformance.adapter_folders import merged
 from tests.conformance.checkpoints import (
     CONTEXT,
     VOCAB_SIZE,
+    write_broad_afmoe_checkpoint,
     write_broad_checkpoint,
     write_broad_experts_checkpoint,
     write_broad_gemma_checkpoint,
@@ -142,7 +143,8 @@ def pages_of(model: Decoder) -> list[PagedKV]:
     + [(case, True) for case in ("ernie-biases", "ernie-moe", "exaone4", "glm4", "granite-moe")]
     + [(case, True) for case in ("hunyuan-yarn", "hunyuan-moe", "olmoe")]
     + [(case, True) for case in ("exaone-moe-groups", "hy-v3", "hyperclova", "mellum")]
-    + [(case, True) for case in ("granite-shared", "granite-swa", "granite-moe-swa-shared")],
+    + [(case, True) for case in ("granite-shared", "granite-swa", "granite-moe-swa-shared")]
+    + [("afmoe", True)],
 )
 @pytest.mark.parametrize("length", [5, 40])
 def test_a_prompt_then_a_token(case: str, length: int, fused: bool, tmp_path: Path) -> None:
@@ -663,6 +665,31 @@ def test_experts_behind_tensor_cores(
 
 
 @pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("length", [5, 40])
+@pytest.mark.parametrize("whole_experts", [False, True])
+def test_experts_between_norms_behind_kernels(
+    length: int,
+    size: int,
+    whole_experts: bool,
+    written: Callable[[str, int], tuple[Path, Prompt]],
+) -> None:
+    """The shared expert is one more choice of few tokens, unless ranks hold whole experts."""
+    folder, prompt = written("broad-afmoe", length)
+
+    def check(group: Group) -> None:
+        model = load(folder, group, fused=True, whole_experts=whole_experts)
+        make: Any = TwinExperts()
+        experts = [layer.mlp for layer in model.layers if isinstance(layer.mlp, ExpertsMLP)]
+        assert 0 < len(experts) < model.spec.num_layers
+        for module in experts:
+            module.use_kernels(make)
+        check_prompt_then_token(model, *prompt)
+        assert len(make.calls) == 2 * len(experts)
+
+    on_ranks(size, check)
+
+
+@pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize(
     "case", ["fp8-blocks-moe", "awq-64-moe", "gptq-8-bits-moe", "mxfp4-gpt-oss"]
 )
@@ -817,6 +844,8 @@ def write(case: str, folder: Path) -> Any:
         return write_broad_hybrid_checkpoint(folder, experts=case.endswith("experts"))
     if case == "broad-experts":
         return write_broad_experts_checkpoint(folder)
+    if case == "broad-afmoe":
+        return write_broad_afmoe_checkpoint(folder)
     if case == "broad-olmoe":
         return write_broad_olmoe_checkpoint(folder)
     if case != "broad":

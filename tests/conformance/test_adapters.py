@@ -174,6 +174,7 @@ def test_adapters_over_quantized_weights(case: str, tmp_path: Path) -> None:
         ("internlm3-biases", ("q_proj", "v_proj", "o_proj", "down_proj")),
         ("granite-swa", ("q_proj", "v_proj", "o_proj", "gate_proj", "down_proj")),
         ("afmoe", ("q_proj", "v_proj", "o_proj", "gate_proj")),
+        ("granite-shared", ("q_proj", "v_proj", "input_linear", "output_linear")),
         ("granite-moe-swa", ("q_proj", "k_proj", "o_proj")),
         ("iquest-coder", ("q_proj", "v_proj", "up_proj")),
         ("qwen3.5-multimodal", ("q_proj", "v_proj", "o_proj", "up_proj")),

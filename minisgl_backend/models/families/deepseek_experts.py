@@ -184,12 +184,10 @@ def read_hy_v3(config: ConfigReader) -> ModelSpec:
         ),
         left_out=_layers_from(num_layers, drafting),
     )
+    experts = ExpertsSpec(routing=rule, intermediate_size=inner, shared=shared)
     return ModelSpec(
         architecture="HYV3ForCausalLM",
-        moe=MoeSpec(
-            experts=ExpertsSpec(routing=rule, intermediate_size=inner, shared=shared),
-            layers=layers,
-        ),
+        moe=MoeSpec(experts=experts, layers=layers) if layers else None,
         names=names,
         **fields,
     )

@@ -56,12 +56,11 @@ def read_exaone_moe(config: ConfigReader) -> ModelSpec:
     names = TensorNames(
         renamed=((f".mlp.{_CORRECTION}", f".mlp.gate.{_CORRECTION}"),), left_out=("mtp.",)
     )
-    published = "ExaoneMoEForCausalLM"
+    names_there = config.values.get("architectures", ())
+    spelling = "MoE" if "ExaoneMoEForCausalLM" in names_there else "Moe"
     return ModelSpec(
-        architecture=published
-        if published in config.values.get("architectures", ())
-        else "ExaoneMoeForCausalLM",
-        moe=moe,
+        architecture=f"Exaone{spelling}ForCausalLM",
+        moe=moe if layers else None,
         names=names,
         **fields,
     )

@@ -189,6 +189,11 @@ def test_rope_store_leaves_gates_where_they_are() -> None:
     expected = rope_store.qk_norm_rope_store(plain, places, first, num_heads=2)
     found = rope_store.qk_norm_rope_store(qkv, places, second, num_heads=2, gated=True)
     assert torch.equal(found, expected) and torch.equal(caches[2:], caches[:2])
+    # gates of a projection of their own are behind all others
+    rows = torch.cat([plain, torch.randn(2, 2 * 8)], dim=1)[:, : 4 * 8]
+    caches[2:].zero_()
+    found = rope_store.qk_norm_rope_store(rows, places, second, num_heads=2)
+    assert torch.equal(found, expected) and torch.equal(caches[2:], caches[:2])
     assert torch.equal(
         rope_store.gates_of(qkv, 2, 8).flatten(1), qkv[:, [*range(8, 16), *range(24, 32)]]
     )

@@ -23,8 +23,9 @@ class RoutingRule:
     are in ``num_groups`` groups of neighbours; only ``top_groups`` groups count, those whose two
     best experts have the highest sums. The weight of an expert is its score, without the bias,
     times ``scale``; with ``normalize`` the score is first divided by the sum over the token's
-    experts, and if ``scaled`` the weight is multiplied by a learned factor of the expert. Raises
-    ``ConfigError`` if the numbers do not go together.
+    experts, and if ``scaled`` the weight is multiplied by a learned factor of the expert. If
+    ``in_float32``, the checkpoint keeps routers in this type. Raises ``ConfigError`` if the numbers
+    do not go together.
     """
 
     num_experts: int
@@ -36,6 +37,7 @@ class RoutingRule:
     num_groups: int = 1
     top_groups: int = 1
     scaled: bool = False
+    in_float32: bool = False
 
     def __post_init__(self) -> None:
         most, of_group = self.num_experts, self.num_experts // self.num_groups
@@ -49,12 +51,15 @@ class RoutingRule:
             if of_group < 2:
                 raise ConfigError(f"n_group {self.num_groups} makes groups of a single expert")
         if self.top_k > most:
-            raise ConfigError(f"num_experts_per_tok must be at most {most}, got {self.top_k}")
+            raise ConfigError(
+                f"a token cannot take {self.top_k} of {most} experts "
+                "(num_experts_per_tok, moe_k or moe_topk, number of experts)"
+            )
 
     @property
     def wide(self) -> bool:
         """Whether logits are computed in float32, as in the training of such models."""
-        return self.sigmoid or self.corrected
+        return self.sigmoid or self.corrected or self.in_float32
 
     @property
     def limits_groups(self) -> bool:

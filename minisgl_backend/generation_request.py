@@ -13,7 +13,7 @@ from minisgl_backend.request import Adapter, IntArray, Request, RequestId, Sampl
 from minisgl_backend.wire.generation import Generation
 
 
-class Engine(Protocol):
+class RequestTaker(Protocol):
     """The part of the engine that is needed here."""
 
     def adapter(self, name: str | None, task_id: int | None) -> Adapter | None:
@@ -26,7 +26,7 @@ class Engine(Protocol):
 def request_of(
     generation: Generation,
     prompt: IntArray,
-    engine: Engine,
+    engine: RequestTaker,
     *,
     id: RequestId,
     seeds: random.Random,

@@ -1,8 +1,8 @@
 """The form that an answer must have, as OpenAI, vLLM, SGLang and llama.cpp ask for it.
 
 A request may give one of these fields; ``form_of`` turns it into the engine's
-``structured_outputs``. The engine decides whether a schema or a grammar is valid. Must
-not know what the form is for.
+``structured_outputs``. The engine decides whether a schema or a grammar is valid. Must not know
+what the form is for.
 """
 
 from __future__ import annotations

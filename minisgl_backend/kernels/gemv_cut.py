@@ -23,7 +23,6 @@ MOST_SQUARES: Final = 1024
 _LEAST_ELEMENTS: Final = 8 * 2**20
 """The fewest elements of a weight; one row times a smaller one is left to ``cuda/linear.cu``."""
 
-_LEAST_OF_PLAIN: Final = 8 * 2**20
 _MOST_OF_PLAIN: Final = 16 * 2**20
 """The most elements of a plain weight, about as many as those measured have."""
 
@@ -93,7 +92,7 @@ def gemv_cut(
     elements = height * in_features
     if codes is None:
         fits = height % ROWS == 0 and in_features % _GROUP == 0
-        if not (is_added and fits and _LEAST_OF_PLAIN <= elements <= _MOST_OF_PLAIN):
+        if not (is_added and fits and _LEAST_ELEMENTS <= elements <= _MOST_OF_PLAIN):
             return None
         cut = plain_cut(in_features)
         at_once, blocks = cut.per_processor * _PROCESSORS, height // ROWS

@@ -91,7 +91,9 @@ def choose(
     ids = compared.topk(rule.top_k, dim=-1).indices  # [num_tokens, top_k]
     weights = scores.gather(1, ids)
     if rule.normalize:
-        weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)  # they may all be 0
+        total = weights.sum(dim=-1, keepdim=True)
+        # all sigmoids may be 0, and corrections may choose scores that are as small
+        weights = weights / (total + 1e-20 if rule.sigmoid else total.clamp_min(1e-12))
     if factors is not None:
         return Choices(ids, weights * rule.scale * factors[ids])
     return Choices(ids, at_least_float32((weights * rule.scale).to(logits.dtype)))

@@ -180,7 +180,7 @@ class Adapters(AdapterNames):
                     self._pool[adapter_id] = _Entry(adapter, is_there=True)
                 elif is_read:
                     self._reader.drop(adapter_id)
-        base = f", trained for {facts.base}" if facts.base else ""
+        base = f", trained for {facts.base!r}" if facts.base else ""
         logger.info("loaded adapter %r of rank %d from %s%s", name, facts.rank, path, base)
         return adapter
 

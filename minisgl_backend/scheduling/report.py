@@ -51,8 +51,8 @@ class SchedulerStats:
     evictable_pages: int
     num_retractions: int
     prefix_queries: int
-    """Number of tokens that were looked up in the prefix cache, by sequences that were admitted for
-    the first time."""
+    """Number of tokens that were looked up in the prefix cache, not by sequences that had been
+    retracted."""
     prefix_hits: int
     """Number of those that were found."""
     running_adapters: tuple[int, ...] = ()

@@ -1,7 +1,7 @@
 """The operator's options on their way to a server: completed, checked, and written as text.
 
 Knows the files that options name. Must not import torch, so that a wrong option is reported at
-once. Everything here raises ``ConfigError``.
+once. Options that do not fit raise ``ConfigError``.
 """
 
 from __future__ import annotations

@@ -13,10 +13,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final, Protocol
 
-from minisgl_backend import generation_request
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import InvalidRequest
-from minisgl_backend.generation_request import request_of
+from minisgl_backend.generation_request import RequestTaker, request_of
 from minisgl_backend.limits import Limits
 from minisgl_backend.request import IntArray, Request, RequestId, samples_of
 from minisgl_backend.runtime.engine_base import EngineInfo
@@ -111,7 +110,7 @@ def _text_of(inputs: Arrays, tensor: Tensor) -> str:
     return to_text(tensor.name, inputs[tensor.name].item(0))
 
 
-class Engine(generation_request.Engine, Protocol):
+class Engine(RequestTaker, Protocol):
     """The part of the engine that is needed here."""
 
     info: EngineInfo

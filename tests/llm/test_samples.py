@@ -58,7 +58,7 @@ def one(request: pytest.FixtureRequest) -> Iterator[LLM]:
 
 
 class Unasked(Submitter):
-    """That of mailboxes whose requests were never submitted."""
+    """Nothing was submitted, so it has nothing to do."""
 
     def __init__(self) -> None:
         pass

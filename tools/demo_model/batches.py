@@ -2,8 +2,8 @@
 
 Documents follow each other in a row without a mask between them, so that the model learns to
 answer with other text before the question. Between documents, and sometimes inside a prompt, the
-positions jump ahead, so that training has distances far longer than a row. Must not know
-what a document says.
+positions jump ahead, so that training has distances far longer than a row. Must not know what a
+document says.
 """
 
 from __future__ import annotations

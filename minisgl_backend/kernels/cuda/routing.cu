@@ -34,8 +34,8 @@ struct Arguments {
     const u16* router;      // [EXPERTS, SIZE]
     const u16* shared_gate; // [SIZE], if SHARED; without it, the shared expert's weight is 1
     void* logits;           // [num_tokens, LOGITS]; for `router` float32, and EMPTY between launches
-    const float* addends;   // [EXPERTS], added to logits once the norm is complete; or null
-    const float* bias;      // [EXPERTS], added to scores only to compare them; or null
+    const float* bias;      // [EXPERTS], added to logits once the norm is complete; or null
+    const float* correction;    // [EXPERTS], added to scores only to compare them; or null
     const float* expert_factors;   // [EXPERTS], of weights, if SCALED
     const float* squares;   // [square_tiles, num_tokens] of hidden states whose norm is half done; or null
     float* factors;         // [num_tokens]: what completes the norm, if there are squares
@@ -144,7 +144,7 @@ __device__ __forceinline__ void choose(const Arguments& args, int token, const L
     for (int i = 0; i < OF_LANE; ++i) {
         const int expert = 32 * i + lane;
         scores[i] = factor * logits.of_expert[i];
-        if (args.addends && expert < EXPERTS) scores[i] += args.addends[expert];
+        if (args.bias && expert < EXPERTS) scores[i] += args.bias[expert];
         expert_factors[i] = SCALED && expert < EXPERTS ? args.expert_factors[expert] : 1;
         most = fmaxf(most, scores[i]);
     }
@@ -159,7 +159,7 @@ __device__ __forceinline__ void choose(const Arguments& args, int token, const L
     for (int i = 0; i < OF_LANE; ++i) {
         const int expert = 32 * i + lane;
         scores[i] *= inverse;
-        const float compared = args.bias && expert < EXPERTS ? scores[i] + args.bias[expert] : scores[i];
+        const float compared = args.correction && expert < EXPERTS ? scores[i] + args.correction[expert] : scores[i];
         keys[i] = expert < EXPERTS ? ordered(compared) : 0;
     }
     int id = 0;          // of this lane's choice
@@ -179,7 +179,9 @@ __device__ __forceinline__ void choose(const Arguments& args, int token, const L
             if (32 * i + lane == first) keys[i] = 0;
         if (lane == choice) id = first, weight = score;
     }
-    float by = NORMALIZE ? args.scale / (sum(weight) + 1e-20f) : args.scale;
+    // none of a token's sigmoids may be more than 0, and corrections may choose scores that are as small
+    const float divisor = NORMALIZE ? SIGMOID ? sum(weight) + 1e-20f : fmaxf(sum(weight), 1e-12f) : 1;
+    float by = args.scale / divisor;
 #pragma unroll
     for (int i = 0; SCALED && i < OF_LANE; ++i) {
         const float of_id = __shfl_sync(ALL, expert_factors[i], id % 32);

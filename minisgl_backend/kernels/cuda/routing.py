@@ -42,8 +42,8 @@ class _Arguments(ctypes.Structure):
         ("router", ctypes.c_void_p),
         ("shared_gate", ctypes.c_void_p),
         ("logits", ctypes.c_void_p),
-        ("addends", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
+        ("correction", ctypes.c_void_p),
         ("expert_factors", ctypes.c_void_p),
         ("squares", ctypes.c_void_p),
         ("factors", ctypes.c_void_p),
@@ -150,7 +150,7 @@ class RoutingKernel:
             len(logits), self.top_k, logits, extras, block, squares, eps
         )
         if squares is None:
-            arguments.addends = None
+            arguments.bias = None
         kernel, place = self._kernels[block]
         of_block = MOST_TOKENS if place is None else _THREADS // 32
         kernel.launch((-(-len(logits) // of_block), 1, 1), _THREADS, arguments, pdl=pdl)
@@ -220,8 +220,8 @@ class RoutingKernel:
             factors = torch.empty(num_tokens, dtype=torch.float32, device=device)
         arguments = _Arguments(
             logits=address(logits),
-            addends=address(extras.bias),
-            bias=address(extras.correction),
+            bias=address(extras.bias),
+            correction=address(extras.correction),
             expert_factors=address(extras.factors),
             squares=address(squares),
             factors=address(factors),

@@ -3,7 +3,9 @@ together."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, Final
 
 from minisgl_backend.experts_spec import ExpertsSpec, RoutingRule, SharedExpert
@@ -13,8 +15,10 @@ from minisgl_backend.models.families.fields import check_always
 from minisgl_backend.models.spec import MOST_EXPERTS, MOST_LAYERS, MOST_WIDTH, ModelSpec, MoeSpec
 from minisgl_backend.models.tensor_names import TensorNames
 
-_LEAST_SUM: Final = 1e-12
-"""The sum of a token's weights is never below this, so that nothing depends on ``moe_norm_min``."""
+_ALWAYS_OF_EXPERTS: Final[Mapping[str, object]] = MappingProxyType(
+    {"use_bias": False, "moe_norm_min": 1e-12}
+)
+"""What is always so. The latter is the least sum of scores by which weights are divided."""
 
 
 def read_ernie4_5(config: ConfigReader) -> ModelSpec:
@@ -33,8 +37,7 @@ def read_ernie4_5(config: ConfigReader) -> ModelSpec:
 def read_ernie4_5_moe(config: ConfigReader) -> ModelSpec:
     """``Ernie4_5_MoeForCausalLM``: experts by a corrected softmax in all but some layers, and
     shared experts, which are merged into a single wide one."""
-    check_always(config, {"use_bias": False})
-    config.number("moe_norm_min", _LEAST_SUM, maximum=_LEAST_SUM, or_zero=True)
+    check_always(config, _ALWAYS_OF_EXPERTS)
     fields = _ernie_fields(config.with_defaults(num_key_value_heads=4))
     correction = ".mlp.gate.e_score_correction_bias"
     names = TensorNames(

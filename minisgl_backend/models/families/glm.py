@@ -39,6 +39,7 @@ def _glm_fields(config: ConfigReader) -> dict[str, Any]:
         partial_rotary_factor=0.5,
         num_key_value_heads=2,
         max_position_embeddings=2**17,
+        eos_token_id=[151329, 151336, 151338],
     )
     fields = common_fields(config, partial=True)
     inner = fields["intermediate_size"]

@@ -4,6 +4,7 @@ were rotated."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -13,7 +14,6 @@ from minisgl_backend.models.common_fields import common_fields
 from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.families.fields import attention_biases, check_always
 from minisgl_backend.models.spec import (
-    MOST_HEADS,
     MOST_POSITIONS,
     MOST_WIDTH,
     ModelSpec,
@@ -22,7 +22,7 @@ from minisgl_backend.models.spec import (
 from minisgl_backend.models.tensor_names import TensorNames
 
 _ALWAYS: Final[Mapping[str, object]] = MappingProxyType(
-    {"use_qk_norm": True, "use_cla": False, "use_mla": False, "mlp_bias": False, "norm_type": "rms"}
+    {"use_qk_norm": True, "use_cla": False, "use_mla": False, "mlp_bias": False}
 )
 _ALWAYS_OF_EXPERTS: Final[Mapping[str, object]] = MappingProxyType(
     {"use_mixed_mlp_moe": True, "moe_layer_num_skipped": 0, "group_limited_greedy": False}
@@ -53,6 +53,7 @@ def read_hunyuan_moe(config: ConfigReader) -> ModelSpec:
         num_experts=_in_all_layers(config, "num_experts", "num_local_experts"),
         top_k=_in_all_layers(config, "moe_topk", "num_experts_per_tok"),
         normalize=True,
+        in_float32=True,
     )
     shared = SharedExpert(name="shared_mlp", intermediate_size=inner)
     experts = ExpertsSpec(routing=rule, intermediate_size=inner, shared=shared)
@@ -66,9 +67,13 @@ def read_hunyuan_moe(config: ConfigReader) -> ModelSpec:
 
 def _hunyuan_fields(config: ConfigReader) -> dict[str, Any]:
     check_always(config, _ALWAYS)
+    if (norm := config.word("norm_type", "rms")) not in ("rms", "hf_rms"):
+        raise ConfigError(f"{config.where}: norm_type {norm!r} is not supported, only 'rms'")
     config = config.with_defaults(rms_norm_eps=1e-5)
+    if "attention_head_dim" in config.values:
+        config = config.with_defaults(head_dim=config.values["attention_head_dim"])
     return {
-        **common_fields(_with_base(config)),
+        **_stretched_fields(config),
         "qk_norm": "rotated",
         **attention_biases(config),
     }
@@ -84,20 +89,22 @@ def _in_all_layers(config: ConfigReader, *keys: str, default: int = 1) -> int:
     return ConfigReader({key: found[0]}, config.where).integer(key, maximum=MOST_WIDTH)
 
 
-def _with_base(config: ConfigReader) -> ConfigReader:
-    """The config with the base of rotation that ``alpha`` stretches, for sequences of any length.
-    The publisher calls this ``dynamic``."""
+def _stretched_fields(config: ConfigReader) -> dict[str, Any]:
+    """The common fields with the base of rotation that ``alpha`` stretches, for sequences of any
+    length. The publisher calls this ``dynamic``."""
+    alpha, where = None, config.where
     for key in ("rope_scaling", "rope_parameters"):
         rope = ConfigReader(config.table(key), f"{config.where}: {key}")
         kind = rope.word("rope_type", rope.word("type", "default"))
-        if kind != "dynamic" or "alpha" not in rope.values:
-            continue
-        head_dim = config.integer("head_dim", maximum=MOST_HEADS)
-        if head_dim < 4:
-            raise ConfigError(f"{rope.where}: alpha needs heads of 4 dimensions or more")
-        theta = rope.number("rope_theta", config.number("rope_theta", 10_000.0))
-        alpha = rope.number("alpha", maximum=MOST_POSITIONS)
-        theta *= alpha ** (head_dim / (head_dim - 2))
-        kinds = dict.fromkeys({"rope_type", "type"} & rope.values.keys(), "default")
-        config = config.with_values(**{key: {**rope.values, **kinds, "rope_theta": theta}})
-    return config
+        if kind == "dynamic" and "alpha" in rope.values:
+            alpha, where = rope.number("alpha", maximum=MOST_POSITIONS), rope.where
+            kinds = dict.fromkeys({"rope_type", "type"} & rope.values.keys(), "default")
+            config = config.with_values(**{key: {**rope.values, **kinds}})
+    fields = common_fields(config)
+    if alpha is None:
+        return fields
+    head_dim, rope_spec = fields["head_dim"], fields["rope"]
+    if head_dim < 4:
+        raise ConfigError(f"{where}: alpha needs heads of 4 dimensions or more")
+    theta = rope_spec.theta * alpha ** (head_dim / (head_dim - 2))
+    return {**fields, "rope": replace(rope_spec, theta=theta)}

@@ -228,6 +228,9 @@ def test_corrections_choose_among_scores_of_a_softmax() -> None:
     assert found.ids.tolist() == [[2, 1]]
     expected = logits[:, [2, 1]].softmax(dim=-1)
     torch.testing.assert_close(found.weights, expected)
+    rare = choose(torch.tensor([[30.0, 1.0, 0.0]]), rule, correction)
+    scores = torch.tensor([[-30.0, -29.0]]).exp()  # their sum is below the least one
+    torch.testing.assert_close(rare.weights, scores / 1e-12)
     far = choose(torch.tensor([[200.0, 0.0, 0.0]]), rule, correction)
     assert far.weights.tolist() == [[0.0, 0.0]]  # not 0 / 0
 
@@ -244,11 +247,20 @@ def test_corrections_keep_the_precision_of_float32(sigmoid: bool) -> None:
     assert plain.weight.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize(("sigmoid", "corrected"), [(True, False), (False, True), (True, True)])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        {"sigmoid": True},
+        {"corrected": True},
+        {"sigmoid": True, "corrected": True},
+        {"in_float32": True},
+    ],
+    ids=" ".join,
+)
 def test_logits_are_wide_though_a_weight_that_allows_it_is_kept_in_16_bits(
-    sigmoid: bool, corrected: bool
+    rule: dict[str, bool],
 ) -> None:
-    router = block(spec_of(sigmoid=sigmoid, corrected=corrected), OneRank()).router
+    router = block(spec_of(**rule), OneRank()).router
     router.cast(torch.bfloat16)
     weight, x = torch.randn(NUM_EXPERTS, HIDDEN_SIZE), torch.randn(5, HIDDEN_SIZE).bfloat16()
     for stored, dtype in ((weight, torch.float32), (weight.bfloat16(), torch.bfloat16)):
@@ -265,11 +277,11 @@ def test_logits_are_wide_though_a_weight_that_allows_it_is_kept_in_16_bits(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"top_k": 9}, "num_experts_per_tok must be at most 8, got 9"),
+        ({"top_k": 9}, "a token cannot take 9 of 8 experts"),
         ({"num_groups": 3}, "1 of 3 groups of 8 experts"),
         ({"num_groups": 2, "top_groups": 3}, "3 of 2 groups of 8 experts"),
         ({"num_groups": 8}, "groups of a single expert"),
-        ({"num_groups": 4, "top_k": 3}, "num_experts_per_tok must be at most 2, got 3"),
+        ({"num_groups": 4, "top_k": 3}, "a token cannot take 3 of 2 experts"),
     ],
 )
 def test_rules_that_choose_nothing_are_refused(changes: dict[str, int], message: str) -> None:

@@ -657,8 +657,9 @@ def test_experts_of_ernie() -> None:
     assert found.experts.routing == replace(rule, num_experts=32, top_k=2)
     for wrong, message in (
         ({"use_bias": True}, "use_bias True is not supported, only False"),
-        ({"moe_norm_min": 1e-6}, "moe_norm_min must be at most 1e-12"),
-        ({"moe_k": 65}, "num_experts_per_tok must be at most 64"),
+        ({"moe_norm_min": 1e-6}, "moe_norm_min 1e-06 is not supported, only 1e-12"),
+        ({"moe_norm_min": 0.0}, "moe_norm_min 0.0 is not supported"),
+        ({"moe_k": 65}, "a token cannot take 65 of 64 experts"),
     ):
         with pytest.raises(ConfigError, match=message):
             parse_spec({**ERNIE_4_5_21B_A3B, **wrong})
@@ -731,6 +732,11 @@ def test_norms_and_rotation_of_hunyuan() -> None:
     newer = {**HUNYUAN_7B["rope_scaling"], "rope_theta": 10000.0, "rope_type": "dynamic"}
     changed = {**HUNYUAN_7B, "rope_scaling": None, "rope_theta": None, "rope_parameters": newer}
     assert parse_spec(changed) == spec
+    beside = {"rope_parameters": {"rope_theta": 10_000.0}, "norm_type": "hf_rms"}
+    assert parse_spec({**HUNYUAN_7B, **beside, "attention_head_dim": 64}) == spec
+    without = {key: value for key, value in HUNYUAN_7B.items() if key != "head_dim"}
+    narrow = parse_spec({**without, "attention_head_dim": 64})
+    assert (narrow.head_dim, narrow.rope.theta) == (64, 10_000.0 * 1000.0 ** (64 / 62))
     stretched = parse_spec({**HUNYUAN_7B, "rope_scaling": {"type": "dynamic", "factor": 4.0}})
     assert (stretched.rope.scaling, stretched.rope.factor) == ("dynamic", 4.0)
     for wrong, message in (
@@ -739,7 +745,6 @@ def test_norms_and_rotation_of_hunyuan() -> None:
         ({"use_mla": True}, "use_mla True is not supported"),
         ({"mlp_bias": True}, "mlp_bias True is not supported"),
         ({"norm_type": "layer"}, "norm_type 'layer' is not supported"),
-        ({"head_dim": None}, "head_dim is missing"),
         ({"head_dim": 2}, "rope_scaling: alpha needs heads of 4"),
         ({"rope_scaling": {"type": "dynamic", "alpha": -1.0}}, "rope_scaling: alpha must be pos"),
     ):
@@ -749,7 +754,8 @@ def test_norms_and_rotation_of_hunyuan() -> None:
 
 def test_experts_of_hunyuan() -> None:
     spec = parse_spec(HUNYUAN_A13B)
-    rule = RoutingRule(num_experts=64, top_k=8, normalize=True)
+    rule = RoutingRule(num_experts=64, top_k=8, normalize=True, in_float32=True)
+    assert rule.wide
     shared = SharedExpert(name="shared_mlp", intermediate_size=3072)
     experts = ExpertsSpec(routing=rule, intermediate_size=3072, shared=shared)
     assert spec.moe == MoeSpec(experts=experts, layers=frozenset(range(32)))

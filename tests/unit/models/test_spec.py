@@ -190,6 +190,9 @@ def test_a_model_that_names_no_eos_id_ends_as_its_tokenizer_says(tmp_path: Path,
     (other / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
     (other / "tokenizer.json").write_text(json.dumps({"added_tokens": added}))
     assert load_spec(tmp_path, other).eos_token_ids == {7}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
+    (other / "tokenizer_config.json").unlink()  # then the model's own folder tells it
+    assert load_spec(tmp_path, other).eos_token_ids == {7}
 
 
 def test_sampling_that_a_checkpoint_recommends(tmp_path: Path) -> None:

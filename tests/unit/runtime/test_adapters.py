@@ -102,7 +102,7 @@ def test_the_log_says_for_which_model_an_adapter_was_trained(
         adapters.load("b", "folder")
     assert caplog.messages == [
         "loaded adapter 'a' of rank 8 from folder",
-        "loaded adapter 'b' of rank 8 from folder, trained for owner/name",
+        "loaded adapter 'b' of rank 8 from folder, trained for 'owner/name'",
     ]
 
 

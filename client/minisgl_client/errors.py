@@ -120,7 +120,7 @@ def error_from(text: str) -> MinisglError:
             kind = Timeout
         return kind(sentence)
     if found := _OF_OTHER_INPUTS.search(text):
-        return InvalidArgument(
+        return ServerError(
             f"the model {found['model']!r} takes other inputs: over gRPC this client speaks to "
             "ensembles without a batch dimension, such as minisgl"
         )

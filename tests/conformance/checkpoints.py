@@ -635,8 +635,19 @@ def _hunyuan_moe(**changes: Any) -> PreTrainedModel:
     return HunYuanMoEV1ForCausalLM(HunYuanMoEV1Config(**values))
 
 
-ExaoneMoEForCausalLM: Any = type("ExaoneMoEForCausalLM", (ExaoneMoeForCausalLM,), {})
-"""As the publisher spells it."""
+_AS_LLAMA: Final = MappingProxyType(
+    {"InternLM3ForCausalLM": "InternLM3Config", "IQuestCoderForCausalLM": "IQuestCoderConfig"}
+)
+"""Architectures that transformers computes as Llama, with their configs."""
+
+
+def class_of(architecture: str) -> Any:
+    """The class of transformers for a name in ``architectures``, as publishers spell it."""
+    if architecture == "ExaoneMoEForCausalLM":
+        return type(architecture, (ExaoneMoeForCausalLM,), {})
+    if config := _AS_LLAMA.get(architecture):
+        return type(architecture, (LlamaForCausalLM,), {"config_class": _newer(config)})
+    return _newer(architecture)
 
 
 def _newer(name: str) -> Any:
@@ -644,11 +655,6 @@ def _newer(name: str) -> Any:
     if not hasattr(transformers, name):
         pytest.skip(f"transformers {transformers.__version__} has no {name}")
     return getattr(transformers, name)
-
-
-def _as_llama(name: str, config_class: Any) -> Any:
-    """The class of an architecture that transformers computes as Llama."""
-    return type(name, (LlamaForCausalLM,), {"config_class": config_class})
 
 
 def _exaone_moe(**changes: Any) -> dict[str, Any]:
@@ -699,15 +705,13 @@ def _hyperclova(**changes: Any) -> PreTrainedModel:
 
 
 def _internlm3(**changes: Any) -> Any:
-    config = _newer("InternLM3Config")
-    model = _as_llama("InternLM3ForCausalLM", config)
-    return model(config(**{**_SHAPE, "head_dim": 32, **changes}))
+    model = class_of("InternLM3ForCausalLM")
+    return model(model.config_class(**{**_SHAPE, "head_dim": 32, **changes}))
 
 
 def _iquest_coder(**changes: Any) -> Any:
-    config = _newer("IQuestCoderConfig")
-    model = _as_llama("IQuestCoderForCausalLM", config)
-    return model(config(**{**_SHAPE, "head_dim": 32, **changes}))
+    model = class_of("IQuestCoderForCausalLM")
+    return model(model.config_class(**{**_SHAPE, "head_dim": 32, **changes}))
 
 
 def _afmoe(**changes: Any) -> PreTrainedModel:
@@ -910,7 +914,7 @@ CASES: Final[Mapping[str, Callable[[], PreTrainedModel]]] = MappingProxyType(
         "hunyuan-moe": _hunyuan_moe,
         "exaone-moe": lambda: _corrected(ExaoneMoeForCausalLM(ExaoneMoeConfig(**_exaone_moe()))),
         "exaone-moe-groups": lambda: _corrected(
-            ExaoneMoEForCausalLM(
+            class_of("ExaoneMoEForCausalLM")(
                 ExaoneMoeConfig(
                     **_exaone_moe(
                         n_group=4,

@@ -177,6 +177,7 @@ def test_adapters_over_quantized_weights(case: str, tmp_path: Path) -> None:
         ("granite-shared", ("q_proj", "v_proj", "input_linear", "output_linear")),
         ("granite-moe-swa", ("q_proj", "k_proj", "o_proj")),
         ("iquest-coder", ("q_proj", "v_proj", "up_proj")),
+        ("hy-v3", ("q_proj", "o_proj", "gate_proj", "down_proj")),
         ("qwen3.5-multimodal", ("q_proj", "v_proj", "o_proj", "up_proj")),
     ],
 )

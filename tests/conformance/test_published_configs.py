@@ -14,11 +14,9 @@ from typing import Any, Final
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 
-from tests.conformance import checkpoints
-from tests.conformance.checkpoints import CONTEXT, VOCAB_SIZE, draw
+from tests.conformance.checkpoints import CONTEXT, VOCAB_SIZE, class_of, draw
 from tests.conformance.engines import TinyEngine, load_model, prompts_with_shared_prefixes
 from tests.conformance.test_tokens_equal_transformers import GREEDY, Answers
 
@@ -1078,8 +1076,7 @@ def test_tokens_are_equal(name: str, tmp_path: Path) -> None:
     spelled = json.dumps(config)
     path = tmp_path / "config.json"
     path.write_text(spelled)
-    name_of_class = config["architectures"][0]
-    model_class = getattr(transformers, name_of_class, None) or getattr(checkpoints, name_of_class)
+    model_class = class_of(config["architectures"][0])
     theirs = model_class(model_class.config_class.from_pretrained(tmp_path))
     draw(theirs, seed=len(name))
     theirs.eval().save_pretrained(tmp_path)

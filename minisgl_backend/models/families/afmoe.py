@@ -30,7 +30,7 @@ _ALWAYS: Final[Mapping[str, object]] = MappingProxyType(
 
 def read_afmoe(config: ConfigReader) -> ModelSpec:
     """``AfmoeForCausalLM``, Trinity: only the layers with windows rotate, and all but the first
-    have experts."""
+    have experts. Transformers rounds their routers' logits to 16 bits if the model has 16."""
     check_always(config, _ALWAYS)
     config = config.with_defaults(rms_norm_eps=1e-5, head_dim=128, max_position_embeddings=2**14)
     fields = common_fields(config)

@@ -62,7 +62,7 @@ def read_solar_open(config: ConfigReader) -> ModelSpec:
         head_dim=128,
         max_position_embeddings=2**17,
         moe_intermediate_size=inner,
-        intermediate_size=inner,  # of no layer
+        intermediate_size=inner,  # required, though no layer is dense
     )
     fields = common_fields(config)
     return ModelSpec(
@@ -97,6 +97,7 @@ _OF_MINIMAX_M2: Final[Mapping[str, object]] = MappingProxyType(
         "use_qk_norm": True,
     }
 )
+"""What is always so, though config.json has a key for it."""
 _OF_HY_V3: Final[Mapping[str, object]] = MappingProxyType(
     {
         "mlp_bias": False,
@@ -106,7 +107,7 @@ _OF_HY_V3: Final[Mapping[str, object]] = MappingProxyType(
         "route_norm": True,
     }
 )
-"""What is always so, though config.json has a key for it."""
+"""The same."""
 
 
 def read_minimax_m2(config: ConfigReader) -> ModelSpec:
@@ -175,12 +176,13 @@ def read_hy_v3(config: ConfigReader) -> ModelSpec:
         scale=config.number("router_scaling_factor", 2.826),
     )
     num_shared = config.integer("num_shared_experts", 1, maximum=MOST_EXPERTS)
-    shared = SharedExpert(name="shared_mlp", intermediate_size=num_shared * inner)
+    shared = SharedExpert(name="shared_experts", intermediate_size=num_shared * inner)
     drafting = config.integer("num_nextn_predict_layers", 1, minimum=0)
     names = TensorNames(
         renamed=(
             (".mlp.router.gate.", ".mlp.gate."),
             (".mlp.expert_bias", ".mlp.gate.e_score_correction_bias"),
+            (".mlp.shared_mlp.", ".mlp.shared_experts."),
         ),
         left_out=_layers_from(num_layers, drafting),
     )

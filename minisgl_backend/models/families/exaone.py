@@ -82,7 +82,10 @@ def _kinds(config: ConfigReader, num_layers: int) -> tuple[list[str], int | None
     window = config.integer_or_null("sliding_window", 4096)
     kinds = config.layer_kinds(ATTENTION_KINDS, num_layers)
     if kinds is None and window is not None:
-        every = config.with_defaults(sliding_window_pattern=4).integer("sliding_window_pattern")
+        every = config.integer_or_null("sliding_window_pattern", 4)
+        if every is None:
+            wanted = "an integer, since there is a sliding_window"
+            raise config.error("sliding_window_pattern", wanted, every)
         kinds = [
             "full_attention" if (layer + 1) % every == 0 else "sliding_attention"
             for layer in range(num_layers)

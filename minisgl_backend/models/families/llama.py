@@ -31,48 +31,51 @@ def read_internlm3(config: ConfigReader) -> ModelSpec:
     of_attention = config.flag("attention_bias", config.flag("qkv_bias"))
     if of_attention != bias:  # the output projection would have the latter
         raise ConfigError(
-            f"{config.where}: qkv_bias {of_attention} with bias {bias} is not supported"
+            f"{config.where}: qkv_bias (or attention_bias) {of_attention} with bias (or mlp_bias) "
+            f"{bias} is not supported"
         )
     config = config.with_defaults(
-        rms_norm_eps=1e-5, num_key_value_heads=2, max_position_embeddings=2**15
+        rms_norm_eps=1e-5, num_key_value_heads=2, head_dim=128, max_position_embeddings=2**15
     )
     return ModelSpec(
         architecture="InternLM3ForCausalLM",
         qkv_bias=bias,
         output_bias=bias,
         mlp_bias=bias,
-        **common_fields(config, head_dim=128),
+        **common_fields(config),
     )
 
 
 def read_iquest_coder(config: ConfigReader) -> ModelSpec:
-    """``IQuestCoderForCausalLM``, IQuest-Coder: Llama, whose heads have 128 elements unless
-    config.json says otherwise."""
+    """``IQuestCoderForCausalLM``, IQuest-Coder: Llama, whose heads have 128 elements if
+    config.json has no ``head_dim``."""
     if "clip_qkv" in config.values:
         raise ConfigError(f"{config.where}: clip_qkv is not supported")
     if config.flag("use_sliding_window"):
         raise ConfigError(f"{config.where}: use_sliding_window is not supported")
     config = config.with_defaults(
-        rms_norm_eps=1e-5, num_key_value_heads=8, max_position_embeddings=2**17
+        rms_norm_eps=1e-5, num_key_value_heads=8, head_dim=128, max_position_embeddings=2**17
     )
     return ModelSpec(
         architecture="IQuestCoderForCausalLM",
         mlp_bias=config.flag("mlp_bias"),
         **attention_biases(config),
-        **common_fields(config, head_dim=128),
+        **common_fields(config),
     )
 
 
 def read_seed_oss(config: ConfigReader) -> ModelSpec:
     """``SeedOssForCausalLM``: Llama whose projections of queries, keys and values have biases, and
-    whose heads have 128 elements unless config.json says otherwise."""
-    config = config.with_defaults(num_key_value_heads=8, max_position_embeddings=2**19)
+    whose heads have 128 elements if config.json has no ``head_dim``."""
+    config = config.with_defaults(
+        num_key_value_heads=8, head_dim=128, max_position_embeddings=2**19
+    )
     return ModelSpec(
         architecture="SeedOssForCausalLM",
         qkv_bias=config.flag("attention_bias", True),
         output_bias=config.flag("attention_out_bias"),
         mlp_bias=config.flag("mlp_bias"),
-        **common_fields(config, head_dim=128),
+        **common_fields(config),
     )
 
 

@@ -90,11 +90,13 @@ def read_mellum(config: ConfigReader) -> ModelSpec:
         num_key_value_heads=4,
         head_dim=128,
         max_position_embeddings=2**17,
-        rope_parameters={
-            "full_attention": {"rope_type": "default", "rope_theta": 5e5},
-            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
-        },
     )
+    if "rope_parameters" not in config.values:
+        bases = {"full_attention": 5e5, "sliding_attention": 10_000.0}
+        tables = {
+            kind: {"rope_type": "default", "rope_theta": base} for kind, base in bases.items()
+        }
+        config = config.with_values(rope_parameters=tables)
     if "rope_scaling" in config.values:
         raise ConfigError(f"{config.where}: rope_scaling is not supported, only rope_parameters")
     by_kind, fields = read_ropes_by_kind(config, qk_normed_fields)

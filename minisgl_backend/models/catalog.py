@@ -98,8 +98,8 @@ def load_spec(folder: Path, tokenizer: Path | None = None) -> ModelSpec:
         spec = replace(spec, eos_token_ids=eos)
     # others are never sampled, and no mask has a bit for them
     known = _within(spec.eos_token_ids, spec)
-    for of_tokenizer in (folder if tokenizer is None else tokenizer, folder):
-        known = known or _within(_end_of_tokenizer(of_tokenizer), spec)
+    for place in filter(None, (tokenizer, folder)):
+        known = known or _within(_end_of_tokenizer(place), spec)
     spec = replace(spec, eos_token_ids=known)
     if not spec.tie_embeddings and is_headless(folder):
         spec = replace(spec, tie_embeddings=True, generates=False)

@@ -10,7 +10,12 @@ from typing import Final
 from minisgl_backend.experts_spec import ExpertsSpec, RoutingRule, SharedExpert
 from minisgl_backend.models.common_fields import common_fields
 from minisgl_backend.models.config_json import ConfigReader
-from minisgl_backend.models.families.fields import ATTENTION_KINDS, check_always, windows_by_kind
+from minisgl_backend.models.families.fields import (
+    ATTENTION_KINDS,
+    check_always,
+    kinds_by_pattern,
+    windows_by_kind,
+)
 from minisgl_backend.models.spec import MOST_EXPERTS, MOST_WIDTH, ModelSpec, MoeSpec
 from minisgl_backend.models.tensor_names import TensorNames
 
@@ -36,10 +41,8 @@ def read_afmoe(config: ConfigReader) -> ModelSpec:
     fields = common_fields(config)
     num_layers, rope = fields["num_layers"], fields["rope"]
     every = config.integer("global_attn_every_n_layers", 4)
-    kinds = config.layer_kinds(ATTENTION_KINDS, num_layers) or [
-        "sliding_attention" if (layer + 1) % every else "full_attention"
-        for layer in range(num_layers)
-    ]
+    listed = config.layer_kinds(ATTENTION_KINDS, num_layers)
+    kinds = listed or kinds_by_pattern(num_layers, every)
     fields["windows"] = windows_by_kind(kinds, config.integer("sliding_window", 1024))
     fields["ropes"] = tuple(rope if kind == "sliding_attention" else None for kind in kinds)
     if config.flag("mup_enabled"):

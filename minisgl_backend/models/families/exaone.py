@@ -11,6 +11,7 @@ from minisgl_backend.models.families.deepseek_experts import deepseek_experts
 from minisgl_backend.models.families.fields import (
     ATTENTION_KINDS,
     check_always,
+    kinds_by_pattern,
     layers_with_experts,
     text_config,
     text_part,
@@ -86,10 +87,7 @@ def _kinds(config: ConfigReader, num_layers: int) -> tuple[list[str], int | None
         if every is None:
             wanted = "an integer, since there is a sliding_window"
             raise config.error("sliding_window_pattern", wanted, every)
-        kinds = [
-            "full_attention" if (layer + 1) % every == 0 else "sliding_attention"
-            for layer in range(num_layers)
-        ]
+        kinds = kinds_by_pattern(num_layers, every)
     kinds = kinds or ["full_attention"] * num_layers
     if "sliding_attention" in kinds and window is None:
         raise config.error("sliding_window", "an integer, since layer_types has windows", window)

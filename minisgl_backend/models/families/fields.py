@@ -107,6 +107,14 @@ def read_window(config: ConfigReader) -> int | None:
     return config.integer("sliding_window") if "sliding_window" in config.values else None
 
 
+def kinds_by_pattern(num_layers: int, every: int) -> list[str]:
+    """Layers with windows, of which every ``every``-th has none instead."""
+    return [
+        "sliding_attention" if (layer + 1) % every else "full_attention"
+        for layer in range(num_layers)
+    ]
+
+
 def windows_by_kind(kinds: Sequence[str], window: int | None) -> tuple[int | None, ...]:
     """The window of each layer: ``window`` for those that slide, none for the others."""
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)

@@ -15,6 +15,7 @@ from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.families.fields import (
     ATTENTION_KINDS,
     attention_biases,
+    kinds_by_pattern,
     read_ropes_by_kind,
     set_kinds,
     text_config,
@@ -41,10 +42,8 @@ def read_gemma3_text(config: ConfigReader) -> ModelSpec:
     config = _gemma(config, vocab_size=262_208, num_hidden_layers=26, rope_theta=1e6)
     by_kind, fields = read_ropes_by_kind(config, common_fields)
     every, num_layers = config.integer("sliding_window_pattern", 6), fields["num_layers"]
-    kinds = config.layer_kinds(ATTENTION_KINDS, num_layers) or [
-        "sliding_attention" if (layer + 1) % every else "full_attention"
-        for layer in range(num_layers)
-    ]
+    listed = config.layer_kinds(ATTENTION_KINDS, num_layers)
+    kinds = listed or kinds_by_pattern(num_layers, every)
     theta = config.number("rope_local_base_freq", 10_000.0)
     given = {"rope_theta": theta, **by_kind.get("sliding_attention", {})}
     local = read_rope(config, fields["rope"].max_positions, given=given)
@@ -82,9 +81,7 @@ def read_gemma4_text(config: ConfigReader) -> ModelSpec:
     config = _gemma(config, vocab_size=262_144, num_hidden_layers=30)
     by_kind, fields = read_ropes_by_kind(config, common_fields)
     num_layers = fields["num_layers"]
-    kinds = config.layer_kinds(ATTENTION_KINDS, num_layers) or [
-        "sliding_attention" if (layer + 1) % 6 else "full_attention" for layer in range(num_layers)
-    ]
+    kinds = config.layer_kinds(ATTENTION_KINDS, num_layers) or kinds_by_pattern(num_layers, 6)
     kinds = [*kinds[:-1], "full_attention"]  # whatever config.json says, as in transformers
     most, of_full = fields["rope"].max_positions, by_kind.get("full_attention")
     wide = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6}

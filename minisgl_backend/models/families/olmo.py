@@ -11,6 +11,7 @@ from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.families.fields import (
     ATTENTION_KINDS,
     attention_biases,
+    kinds_by_pattern,
     read_ropes_by_kind,
     read_routing,
     set_kinds,
@@ -30,10 +31,7 @@ def read_olmo3(config: ConfigReader) -> ModelSpec:
     config = config.with_defaults(rope_theta=5e5)
     by_kind, fields = read_ropes_by_kind(config, _olmo_fields)
     num_layers = fields["num_layers"]
-    kinds = config.layer_kinds(ATTENTION_KINDS, num_layers) or [
-        "full_attention" if (layer + 1) % 4 == 0 else "sliding_attention"
-        for layer in range(num_layers)
-    ]
+    kinds = config.layer_kinds(ATTENTION_KINDS, num_layers) or kinds_by_pattern(num_layers, 4)
     given = by_kind.get("sliding_attention", {})
     local = read_rope(config, fields["rope"].max_positions, given=given)
     set_kinds(fields, kinds, config.integer("sliding_window", 4096), local)

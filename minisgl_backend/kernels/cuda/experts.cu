@@ -14,6 +14,7 @@
 // x is e4m3.
 
 #define COPIED
+#define BEYOND (BLOCK - 1 - (SIZE - 1) % BLOCK)
 #include "gates.cuh"
 #include "tile_gemm.cuh"
 
@@ -161,7 +162,8 @@ constexpr int WIDTH = GATED ? 8 : 16;   // output features per warp
 struct Ends {
     int stored[TOKENS / 8];   // the row of which the lane stores some features
     float2 factors[TOKENS / 8];
-    float scale, scale_8, bias, bias_8;   // of the two features of its sums
+    float scale, scale_8;     // of the two features of its sums
+    u16 bias, bias_8;         // the same, not yet converted: nothing waits for them before the sums are there
 
     __device__ __forceinline__ void read(const Arguments& args, const Tile& tile) {
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -179,17 +181,17 @@ struct Ends {
         }
         // the two features, as rows of the weight
         const int row = tile.of_expert() * OUT + WIDTH * warp + lane / 4, row_8 = row + (GATED ? OUT_FEATURES : 8);
-        const auto of_row = [&](auto read, int which, float otherwise) {
-            if (HEIGHT % FEATURES && (GATED ? row : which) >= OUT_FEATURES) return otherwise;
-            return read((u64)tile.expert * HEIGHT + which);
+        const auto of_row = [&](auto read, int which) {
+            const bool is_inside = HEIGHT % FEATURES == 0 || (GATED ? row : which) < OUT_FEATURES;
+            return is_inside ? read((u64)tile.expert * HEIGHT + which) : 0;
         };
         const auto read_scale = [&](u64 at) { return args.scales[at]; };
-        const auto read_bias = [&](u64 at) { return to_float(args.bias[at]); };
+        const auto read_bias = [&](u64 at) { return args.bias[at]; };
         constexpr bool SCALED = CODE && GROUP == 0;
-        scale = SCALED ? of_row(read_scale, row, 0) : OF_SUMS;
-        scale_8 = SCALED ? of_row(read_scale, row_8, 0) : OF_SUMS;
-        bias = args.bias ? of_row(read_bias, row, 0) : 0;
-        bias_8 = args.bias ? of_row(read_bias, row_8, 0) : 0;
+        scale = SCALED ? of_row(read_scale, row) : OF_SUMS;
+        scale_8 = SCALED ? of_row(read_scale, row_8) : OF_SUMS;
+        bias = args.bias ? of_row(read_bias, row) : 0;
+        bias_8 = args.bias ? of_row(read_bias, row_8) : 0;
     }
 };
 
@@ -199,13 +201,14 @@ __device__ __forceinline__ void finish_tile(
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int feature = tile.of_expert() * OUT + WIDTH * warp;
     const auto is_inside = [&](int first) { return HEIGHT % FEATURES == 0 || first < OUT_FEATURES; };
+    const float bias = to_float(of.bias), bias_8 = to_float(of.bias_8);
     const auto open = [&](float gate, float value) { return opened<GATE>(gate, value, args.alpha, args.limit); };
 #pragma unroll
     for (int i = 0; i < TOKENS / 8; ++i) {
         const float2 by = of.factors[i];
-        const float x[4] = {c[4 * i] * (by.x * of.scale) + of.bias, c[4 * i + 1] * (by.y * of.scale) + of.bias,
-                            c[4 * i + 2] * (by.x * of.scale_8) + of.bias_8,
-                            c[4 * i + 3] * (by.y * of.scale_8) + of.bias_8};
+        const float x[4] = {c[4 * i] * (by.x * of.scale) + bias, c[4 * i + 1] * (by.y * of.scale) + bias,
+                            c[4 * i + 2] * (by.x * of.scale_8) + bias_8,
+                            c[4 * i + 3] * (by.y * of.scale_8) + bias_8};
         const u32 low = transposed(GATED ? pack(open(x[0], x[2]), open(x[1], x[3])) : pack(x[0], x[1]));
         const u32 high = GATED ? 0 : transposed(pack(x[2], x[3]));
         if (of.stored[i] >= args.num_pairs) continue;

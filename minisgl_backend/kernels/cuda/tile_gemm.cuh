@@ -22,6 +22,8 @@
 // and ZEROS (the low 8 bits of a scale are a zero point; otherwise the zero point is the middle of the integer range).
 // For e2m1, GROUP is 128, as a scale has the exponents of 4 groups of 32, and SHARED_BY is 1. FLOAT8 is only for CODE 1
 // and a GROUP of 128 or 0.
+// BEYOND: in_features of a tile's last step that lie beyond the weight (0 if the source does not say). Codes of whole
+// multiples of 64 of them, or with BY_WARP of 128, are not multiplied.
 // BY_WARP: each warp multiplies codes on its own, by up to 16 tokens, with more registers. WAYS (1; with BY_WARP also
 // 2): the number of sets of warps, which take turns of 128 in_features.
 
@@ -29,6 +31,10 @@
 
 #include "codes.cuh"
 #include "wide_mma.cuh"
+
+#ifndef BEYOND
+#define BEYOND 0
+#endif
 
 constexpr int GROUPS = FEATURES / 64;               // warpgroups that multiply
 constexpr int THREADS = GROUPS * 128;               // that multiply, in each way
@@ -48,9 +54,14 @@ static_assert(CODE ? TOKENS <= 128 : GROUP == 0, "");
 static_assert(CODE ? BLOCK == 128 || (BLOCK == 256 && BITS == 4) : BLOCK == 64, "");
 static_assert(GROUP == 0 || GROUP == 32 || GROUP == 64 || GROUP == 128, "");
 // Each way has its own stages or halves: a barrier only tells a phase from the next one, so none may be missed.
-static_assert(WAYS == 1 || (WAYS == 2 && BY_WARP && HALVES * STAGES % 2 == 0), "");
+static_assert(WAYS == 1 || (WAYS == 2 && BY_WARP && HALVES * STAGES % 2 == 0 && BEYOND == 0), "");
 static_assert(!FLOAT8 || (CODE == 1 && BLOCK == 128 && (GROUP == 128 || GROUP == 0) && !BY_WARP), "");
 static_assert(CODE != 4 || (GROUP == 128 && SHARED_BY == 1 && !ZEROS), "");
+
+template <int N>
+struct Number {
+    static constexpr int value = N;
+};
 
 // ---- instructions
 
@@ -360,20 +371,21 @@ __device__ __forceinline__ void multiply_steps(float (&c)[TOKENS / 2], u32 ring,
         }
     };
 #if WAYS == 1
+    const int halves = HALVES * count - BEYOND / 128;
     const auto read = [&](Operands& to, int i) {
         const int step = first + i / HALVES, half = i % HALVES;
         const u32 stage = step % STAGES;
         if (half == 0) wait_barrier(full + 8 * stage, step / STAGES & 1);
         to.read(ring, stage, half, places);
         __syncwarp();
-        if (half == HALVES - 1 && threadIdx.x % 32 == 0) arrive(empty + 8 * stage);
+        if ((half == HALVES - 1 || i == halves - 1) && threadIdx.x % 32 == 0) arrive(empty + 8 * stage);
     };
     Operands operands;
     read(operands, 0);
 #pragma unroll 2
-    for (int i = 0; i < HALVES * count; ++i) {
+    for (int i = 0; i < halves; ++i) {
         Operands next;
-        if (i + 1 < HALVES * count) read(next, i + 1);
+        if (i + 1 < halves) read(next, i + 1);
         add(operands);
         operands = next;
     }
@@ -412,8 +424,9 @@ __device__ __forceinline__ void multiply_steps(float (&c)[TOKENS / 2], u32 ring,
     const auto release = [&](int step) {
         if (lane == 0) arrive(empty + 8 * (step % STAGES));
     };
-#pragma unroll 1
-    for (int i = 0; i < count; ++i) {
+    constexpr int PARTS = BLOCK / 64, OF_LAST = PARTS - BEYOND / 64;   // of a step, and of a tile's last step
+    const auto multiply_parts = [&](int i, auto parts) {
+        constexpr int UNDER_WAY = parts.value == PARTS;   // parts whose MMAs run while the next part is converted
         const int step = first + i;
         const u32 stage = step % STAGES;
         wait_stage(full, step);
@@ -422,9 +435,9 @@ __device__ __forceinline__ void multiply_steps(float (&c)[TOKENS / 2], u32 ring,
         const u64 b = matrix(weight + WEIGHT_BYTES);
         Scales next;
 #pragma unroll
-        for (int part = 0; part < BLOCK / 64; ++part) {
+        for (int part = 0; part < parts.value; ++part) {
             const int half = part % 2;   // of 128 in_features
-            if (half == 0 && SUMMED != 32) wait_mma<1>();   // the MMAs that read a[0] have ended
+            if (half == 0 && SUMMED != 32) wait_mma<UNDER_WAY>();   // the MMAs that read a[0] have ended
             if (CODE != 4 || half == 0) next.read(places.scales_of(ring, stage), part);
             read_numbers(a[half], weight + places.codes, part, next);
             const bool adds = SUMMED ? SUMMED == 128 && half == 1 : i + part > 0;   // to the sums of the previous part
@@ -449,16 +462,23 @@ __device__ __forceinline__ void multiply_steps(float (&c)[TOKENS / 2], u32 ring,
             }
             if (SUMMED != 32) end_mma();
             if (SUMMED == 0 && half == 0) {
-                wait_mma<1>();   // a[1] is free, and so is the previous stage
+                wait_mma<UNDER_WAY>();   // a[1] is free, and so is the previous stage
                 if (part == 0 && i > 0) release(step - 1);
             }
         }
         if (SUMMED == 32) release(step);
+    };
+#pragma unroll 1
+    for (int i = 0; i < count - (OF_LAST < PARTS); ++i) multiply_parts(i, Number<PARTS>());
+    if (OF_LAST < PARTS) {   // each part waits for the one before: otherwise the compiler would let each MMA wait
+        wait_mma<0>();
+        now_written<TOKENS / 2>(sums);
+        multiply_parts(count - 1, Number<OF_LAST>());
     }
     if (SUMMED == 32) return;
     wait_mma<0>();
     now_written<TOKENS / 2>(sums);
-    if (SUMMED) scales[SUMMED == 64].add_scaled(c, sums, 0);
+    if (SUMMED) scales[SUMMED == 64 ? (OF_LAST - 1) % 2 : 0].add_scaled(c, sums, 0);
     release(first + count - 1);
 }
 #endif

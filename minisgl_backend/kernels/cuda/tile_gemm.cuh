@@ -22,8 +22,8 @@
 // and ZEROS (the low 8 bits of a scale are a zero point; otherwise the zero point is the middle of the integer range).
 // For e2m1, GROUP is 128, as a scale has the exponents of 4 groups of 32, and SHARED_BY is 1. FLOAT8 is only for CODE 1
 // and a GROUP of 128 or 0.
-// BEYOND: in_features of a tile's last step that lie beyond the weight (0 if the source does not say). Codes of whole
-// multiples of 64 of them, or with BY_WARP of 128, are not multiplied.
+// BEYOND: in_features of a tile's last step that lie beyond the weight (0 if the source does not say). Warpgroups do not
+// multiply codes of 64 of them. (BY_WARP they do: leaving out the end of a tile made tiles slower.)
 // BY_WARP: each warp multiplies codes on its own, by up to 16 tokens, with more registers. WAYS (1; with BY_WARP also
 // 2): the number of sets of warps, which take turns of 128 in_features.
 
@@ -54,7 +54,7 @@ static_assert(CODE ? TOKENS <= 128 : GROUP == 0, "");
 static_assert(CODE ? BLOCK == 128 || (BLOCK == 256 && BITS == 4) : BLOCK == 64, "");
 static_assert(GROUP == 0 || GROUP == 32 || GROUP == 64 || GROUP == 128, "");
 // Each way has its own stages or halves: a barrier only tells a phase from the next one, so none may be missed.
-static_assert(WAYS == 1 || (WAYS == 2 && BY_WARP && HALVES * STAGES % 2 == 0 && BEYOND == 0), "");
+static_assert(WAYS == 1 || (WAYS == 2 && BY_WARP && HALVES * STAGES % 2 == 0), "");
 static_assert(!FLOAT8 || (CODE == 1 && BLOCK == 128 && (GROUP == 128 || GROUP == 0) && !BY_WARP), "");
 static_assert(CODE != 4 || (GROUP == 128 && SHARED_BY == 1 && !ZEROS), "");
 
@@ -371,21 +371,20 @@ __device__ __forceinline__ void multiply_steps(float (&c)[TOKENS / 2], u32 ring,
         }
     };
 #if WAYS == 1
-    const int halves = HALVES * count - BEYOND / 128;
     const auto read = [&](Operands& to, int i) {
         const int step = first + i / HALVES, half = i % HALVES;
         const u32 stage = step % STAGES;
         if (half == 0) wait_barrier(full + 8 * stage, step / STAGES & 1);
         to.read(ring, stage, half, places);
         __syncwarp();
-        if ((half == HALVES - 1 || i == halves - 1) && threadIdx.x % 32 == 0) arrive(empty + 8 * stage);
+        if (half == HALVES - 1 && threadIdx.x % 32 == 0) arrive(empty + 8 * stage);
     };
     Operands operands;
     read(operands, 0);
 #pragma unroll 2
-    for (int i = 0; i < halves; ++i) {
+    for (int i = 0; i < HALVES * count; ++i) {
         Operands next;
-        if (i + 1 < halves) read(next, i + 1);
+        if (i + 1 < HALVES * count) read(next, i + 1);
         add(operands);
         operands = next;
     }

@@ -514,10 +514,11 @@ def _seed_oss(**changes: Any) -> PreTrainedModel:
 
 
 def _minimax_m2(**changes: Any) -> PreTrainedModel:
-    experts = {"num_local_experts": 8, "num_experts_per_tok": 3, "head_dim": 32, "rotary_dim": 16}
-    # some versions of transformers rotate by this key alone
-    experts["partial_rotary_factor"] = 0.5
-    return _corrected(MiniMaxM2ForCausalLM(MiniMaxM2Config(**{**_SHAPE, **experts, **changes})))
+    experts = {"num_local_experts": 8, "num_experts_per_tok": 3}
+    # some versions of transformers rotate by the last key alone
+    heads = {"head_dim": 32, "rotary_dim": 16, "partial_rotary_factor": 0.5}
+    config = MiniMaxM2Config(**{**_SHAPE, **experts, **heads, **changes})
+    return _corrected(MiniMaxM2ForCausalLM(config))
 
 
 def _qwen2_vl() -> PreTrainedModel:

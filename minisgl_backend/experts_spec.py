@@ -82,9 +82,10 @@ class SharedExpert:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsSpec:
-    """The experts of a layer, gated MLPs of ``intermediate_size``.
+    """The experts of a layer, MLPs of ``intermediate_size``.
 
-    ``gate``: the function that gates them. ``biases``: their projections and the router have
+    ``gate``: the function that gates them; None: they have no gates, but the square of ReLU, and so
+    has ``shared``. ``biases``: their projections and the router have
     biases. ``router`` is the router's name in the checkpoint. ``interleaved``: the checkpoint has
     one tensor for all experts, in which the outputs of gates and ups alternate, as in gpt-oss; in
     plain tensors inputs come before outputs. ``scales_inputs``: the weight of a token's only expert
@@ -95,7 +96,7 @@ class ExpertsSpec:
     routing: RoutingRule
     intermediate_size: int
     shared: SharedExpert | None = None
-    gate: Gate | ClampedGate = "silu"
+    gate: Gate | ClampedGate | None = "silu"
     biases: bool = False
     router: str = "gate"
     interleaved: bool = False
@@ -115,7 +116,7 @@ class ExpertsSpec:
     @property
     def num_rows(self) -> int:
         """Number of rows of hidden_size numbers in all weights: three for each intermediate
-        feature, and one for each expert in the router."""
+        feature, or two without gates, and one for each expert in the router."""
         return self._rows_with(self.num_experts)
 
     @property
@@ -124,7 +125,8 @@ class ExpertsSpec:
         return self._rows_with(self.routing.top_k)
 
     def _rows_with(self, num_chosen: int) -> int:
-        rows = self.num_experts + num_chosen * 3 * self.intermediate_size
+        of_feature = 2 if self.gate is None else 3
+        rows = self.num_experts + num_chosen * of_feature * self.intermediate_size
         if self.shared is not None:
-            rows += 3 * self.shared.intermediate_size + self.shared.gated
+            rows += of_feature * self.shared.intermediate_size + self.shared.gated
         return rows

@@ -1,6 +1,7 @@
 """The gates of feed-forward blocks, as config.json describes them: plain facts, without tensors.
 
-A block has gates and ups; its down projection reads gate(gates) * ups.
+A block has gates and ups; its down projection reads gate(gates) * ups. Blocks without gates, as
+Nemotron's, read the square of ReLU of their ups.
 """
 
 from __future__ import annotations

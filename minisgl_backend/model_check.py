@@ -6,6 +6,7 @@ import torch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -53,7 +54,7 @@ def checked_spec(options: EngineOptions, folder: Path, device: str | None) -> Mo
         check_invariant_spec(spec)
     _check_windows(options, spec)
     for name in ("state_snapshots", "state_dtype"):
-        if getattr(options, name) and spec.delta_net is None:
+        if getattr(options, name) and spec.recurrent is None:
             raise ConfigError(f"option {name}: {spec.architecture} has no recurrent layers")
     if options.load_format == "auto":
         check_weights(spec, weight_files(folder, spec.names))
@@ -67,14 +68,16 @@ def check_invariant_spec(spec: ModelSpec) -> None:
     experts = None if spec.moe is None else spec.moe.experts
     unknown = {
         "quantized weights": spec.weights is not None,
-        "recurrent layers": spec.delta_net is not None,
+        "recurrent layers": spec.recurrent is not None,
         "layers that differ in their heads": bool(spec.kv_heads),
         "layers with inputs of their own": spec.layer_inputs is not None or spec.scaled_layers,
         "attention sinks": spec.sinks,
         "gated attention": spec.gated_attention,
         "norms of the outputs of a layer's parts": spec.norms != "before",
         "norms over all heads of a token": spec.qk_norm == "token",
-        "gates by GELU": spec.gate != "silu",
+        "gates by GELU": spec.gate == "gelu",
+        "feed-forward blocks without gates": spec.gate is None,
+        "layers of a single part": bool(spec.single_parts),
         "routers that compute in float32": experts is not None and experts.routing.wide,
         "routers with biases": experts is not None and experts.biases,
         "experts that all tokens take": experts is not None and experts.shared is not None,
@@ -129,7 +132,7 @@ def context_of(options: EngineOptions, spec: ModelSpec) -> int:
 
 def state_dtype_name(options: EngineOptions, spec: ModelSpec) -> str:
     """The type of recurrent states: the option's, or the checkpoint's."""
-    of_model = "float32" if spec.delta_net is None else spec.delta_net.state_dtype
+    of_model = "float32" if spec.recurrent is None else spec.recurrent.state_dtype
     return options.state_dtype or of_model
 
 
@@ -153,11 +156,11 @@ def _check_memory(options: EngineOptions, spec: ModelSpec) -> None:
     table_entries = options.max_running_requests * -(-context // page_size)
     num_slots = options.max_loras if options.enable_lora else 0
     adapter_bytes = options.max_lora_rank * num_adapted(spec) * item_bytes
-    delta, num_snapshots = spec.delta_net, options.state_snapshots or 0
-    if delta is None or options.cache == "naive":
+    recurrent, num_snapshots = spec.recurrent, options.state_snapshots or 0
+    if recurrent is None or options.cache == "naive":
         state_bytes = 0
     else:
-        of_state = len(delta.layers) * delta.num_heads * delta.key_dim * delta.value_dim
+        of_state = len(recurrent.layers) * math.prod(recurrent.matrices)
         state_bytes = _ITEM_BYTES[state_dtype_name(options, spec)] * of_state
     needs = {
         f"the weights, as config.json has them ({spec.num_parameters:,} numbers),": (
@@ -188,10 +191,9 @@ def _check_memory(options: EngineOptions, spec: ModelSpec) -> None:
 def num_adapted(spec: ModelSpec) -> int:
     """Number of inputs and outputs of all projections that take adapters. For each, an adapter of
     rank r has r numbers."""
-    recurrent = frozenset() if spec.delta_net is None else spec.delta_net.layers
     hidden, found = spec.hidden_size, 0
     for layer in range(spec.num_layers):
-        if layer not in recurrent:
+        if spec.attends(layer):
             heads = spec.kv_heads_of(layer)
             num_outs = (2 + spec.gated_attention) * spec.num_heads + 2 * heads.num_kv_heads
             found += (4 + spec.gates_apart) * hidden + num_outs * heads.head_dim
@@ -199,6 +201,6 @@ def num_adapted(spec: ModelSpec) -> int:
         if spec.moe is not None and layer in spec.moe.layers and not spec.moe.beside:
             shared = spec.moe.experts.shared
             inner = None if shared is None else shared.intermediate_size
-        if inner is not None:
-            found += 3 * (hidden + inner)
+        if inner is not None and spec.has_part(layer, "feed-forward"):
+            found += (2 if spec.gate is None else 3) * (hidden + inner)
     return found

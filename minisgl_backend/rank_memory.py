@@ -22,7 +22,7 @@ from minisgl_backend.execution.storage import (
 from minisgl_backend.kernels.paged_kv import KVScale
 from minisgl_backend.kernels.sampling_table import SamplingTable
 from minisgl_backend.models.kv_scales import read_kv_scales
-from minisgl_backend.models.spec import DeltaSpec
+from minisgl_backend.models.spec import RecurrentSpec
 from minisgl_backend.parallel.group import Group, least_free_memory
 from minisgl_backend.resolve import Resolved
 
@@ -58,9 +58,9 @@ def cache_sizes(facts: Resolved, group: Group) -> CacheSizes:
     rows = options.max_running_requests + 1
     reserved_bytes = SamplingTable.num_bytes(rows, facts.spec.vocab_size)
     num_snapshots = None
-    if facts.spec.delta_net is not None:
-        slot_bytes = _slot_bytes(facts, facts.spec.delta_net)
-        pending = pending_bytes(facts.spec.delta_net.of_rank(facts.place.size))
+    if facts.spec.recurrent is not None:
+        slot_bytes = _slot_bytes(facts, facts.spec.recurrent)
+        pending = pending_bytes(facts.spec.recurrent.of_rank(facts.place.size))
         reserved_bytes += rows * (slot_bytes + pending)
         num_snapshots = choose_num_snapshots(
             options, slot_bytes, free_bytes - reserved_bytes, cap_bytes
@@ -92,10 +92,10 @@ def cache_sizes(facts: Resolved, group: Group) -> CacheSizes:
 def make_states(facts: Resolved, sizes: CacheSizes) -> StateStorage | None:
     """The recurrent states of rows and snapshots; None if the model has none. Raises
     ``ConfigError`` if they do not fit the device."""
-    options, delta = facts.options, facts.spec.delta_net
-    if delta is None:
+    options, recurrent = facts.options, facts.spec.recurrent
+    if recurrent is None:
         return None
-    shape, num_snapshots = delta.of_rank(facts.place.size), sizes.num_snapshots or 0
+    shape, num_snapshots = recurrent.of_rank(facts.place.size), sizes.num_snapshots or 0
     try:
         return StateStorage(
             shape,
@@ -107,7 +107,8 @@ def make_states(facts: Resolved, sizes: CacheSizes) -> StateStorage | None:
         )
     except torch.OutOfMemoryError as error:
         rows = options.max_running_requests + 1
-        num_bytes = (rows + num_snapshots) * _slot_bytes(facts, delta) + rows * pending_bytes(shape)
+        slot_bytes = _slot_bytes(facts, recurrent)
+        num_bytes = (rows + num_snapshots) * slot_bytes + rows * pending_bytes(shape)
         raise ConfigError(
             f"recurrent states of {options.max_running_requests} rows and {num_snapshots} "
             f"snapshots would take {num_bytes:,} bytes of "
@@ -158,8 +159,8 @@ def choose_num_snapshots(
     return min(4 * options.max_running_requests, budget // 4 // slot_bytes)
 
 
-def _slot_bytes(facts: Resolved, delta: DeltaSpec) -> int:
-    return bytes_per_slot(delta.of_rank(facts.place.size), facts.dtype, facts.state_dtype)
+def _slot_bytes(facts: Resolved, recurrent: RecurrentSpec) -> int:
+    return bytes_per_slot(recurrent.of_rank(facts.place.size), facts.dtype, facts.state_dtype)
 
 
 def _window_rule(facts: Resolved) -> WindowRule | None:

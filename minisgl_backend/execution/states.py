@@ -8,13 +8,14 @@ launches. These are the slots:
     [num_rows]                    the dummy row, whose states no request reads
     [num_rows + 1, num_slots)     snapshots
 
-The corrections that rows' states may lack (``gated_delta.PendingCorrections``) are beside them, and
-are none when a slot is copied.
+The corrections that states of Gated DeltaNet may lack (``gated_delta.PendingCorrections``) are
+beside those of rows, and are none when a slot is copied.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -23,8 +24,9 @@ import torch
 from minisgl_backend.device.base import Device
 from minisgl_backend.execution.flat_batch import FlatBatch
 from minisgl_backend.kernels.delta_runs import BLOCK, Run, Runs, num_blocks, runs_table
-from minisgl_backend.kernels.gated_delta import LayerStates, PendingCorrections
-from minisgl_backend.models.spec import DeltaSpec
+from minisgl_backend.kernels.gated_delta import DeltaStates, PendingCorrections
+from minisgl_backend.kernels.layer_states import LayerStates
+from minisgl_backend.models.spec import DeltaSpec, RecurrentSpec
 from minisgl_backend.plan import NO_SNAPSHOT, WHOLE_EVERY
 from minisgl_backend.request import IntArray
 
@@ -34,7 +36,7 @@ class StateStorage:
 
     def __init__(
         self,
-        shape: DeltaSpec,
+        shape: RecurrentSpec,
         *,
         num_rows: int,
         num_snapshots: int,
@@ -49,23 +51,21 @@ class StateStorage:
         num_slots = num_rows + 1 + num_snapshots
         slots = (num_slots, len(shape.layers))
         conv = (*slots, shape.num_channels, shape.conv_width - 1)
-        matrices = (*slots, shape.num_heads, shape.key_dim, shape.value_dim)
+        matrices = (*slots, *shape.matrices)
         self._conv = torch.zeros(conv, dtype=dtype, device=device)
         self._matrices = torch.zeros(matrices, dtype=state_dtype, device=device)
-        readers = torch.zeros((num_slots, shape.num_key_heads), dtype=torch.int32, device=device)
-        pending = partial(
-            PendingCorrections.none,
-            num_rows + 1,
-            shape.num_key_heads,
-            shape.num_heads,
-            shape.key_dim,
-            shape.value_dim,
-            device,
-        )
-        self.layers = [
-            LayerStates(*of_layer, readers, pending())
-            for of_layer in zip(self._conv.unbind(1), self._matrices.unbind(1), strict=True)
-        ]
+        states = zip(self._conv.unbind(1), self._matrices.unbind(1), strict=True)
+        self.layers: Sequence[LayerStates]
+        if isinstance(shape, DeltaSpec):
+            readers = torch.zeros(
+                (num_slots, shape.num_key_heads), dtype=torch.int32, device=device
+            )
+            pending = partial(
+                PendingCorrections.none, num_rows + 1, shape.num_key_heads, *shape.matrices, device
+            )
+            self.layers = [DeltaStates(*of_layer, readers, pending()) for of_layer in states]
+        else:
+            self.layers = [LayerStates(*of_layer) for of_layer in states]
 
     def keep(self, rows: IntArray, snapshots: IntArray) -> None:
         """Copy the present states of rows to snapshots; both int32[num_kept]."""
@@ -136,16 +136,18 @@ class CapturedRuns:
         return -(-size // BLOCK) + self._room(size)
 
 
-def pending_bytes(shape: DeltaSpec) -> int:
+def pending_bytes(shape: RecurrentSpec) -> int:
     """The bytes of the corrections of one row that may be pending in all layers, on one rank."""
+    if not isinstance(shape, DeltaSpec):
+        return 0
     keys = shape.num_key_heads * shape.key_dim
     per_place = keys + shape.num_heads * (shape.value_dim + 1)
     return len(shape.layers) * (4 * WHOLE_EVERY * per_place + 4 * shape.num_heads)
 
 
-def bytes_per_slot(shape: DeltaSpec, dtype: torch.dtype, state_dtype: torch.dtype) -> int:
+def bytes_per_slot(shape: RecurrentSpec, dtype: torch.dtype, state_dtype: torch.dtype) -> int:
     """The bytes of the states of one row or snapshot in all layers, on one rank. The types are as
     in ``StateStorage``."""
     conv = shape.num_channels * (shape.conv_width - 1) * dtype.itemsize
-    matrices = shape.num_heads * shape.key_dim * shape.value_dim * state_dtype.itemsize
+    matrices = math.prod(shape.matrices) * state_dtype.itemsize
     return len(shape.layers) * (conv + matrices)

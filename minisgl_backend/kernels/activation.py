@@ -1,6 +1,7 @@
 """The gates of feed-forward blocks (arXiv 2002.05202), Llama's silu(gate) * up and Gemma's with the
-tanh approximation of GELU (arXiv 1606.08415); the gate of attention's output (arXiv 2505.06708);
-and Gemma's bound of logits (arXiv 2408.00118).
+tanh approximation of GELU (arXiv 1606.08415); the square of ReLU (arXiv 2109.08668) of blocks
+without gates; the gate of attention's output (arXiv 2505.06708); and Gemma's bound of logits (arXiv
+2408.00118).
 """
 
 from __future__ import annotations
@@ -44,6 +45,22 @@ def open_gates_reference(gate_up: Tensor, gate: Gate) -> Tensor:
     """The twin of ``open_gates``."""
     closed, up = gate_up.chunk(2, dim=-1)
     return gate_mul_reference(closed, up, gate)
+
+
+def squared_relu(x: Tensor, *, pdl: bool = False) -> Tensor:
+    """max(x, 0)^2 in float32, rounded once, for a contiguous ``x`` [num_tokens, size]."""
+    if not use_triton(x):
+        return squared_relu_reference(x)
+    from minisgl_backend.kernels.triton_kernels.layer_kernels import launch_squared_relu
+
+    out = torch.empty_like(x)
+    launch_squared_relu(out, x, pdl=pdl)
+    return out
+
+
+def squared_relu_reference(x: Tensor) -> Tensor:
+    """The twin of ``squared_relu``; float64 stays float64."""
+    return at_least_float32(x).relu().square().to(x.dtype)
 
 
 def sigmoid_mul(x: Tensor, gate: Tensor, *, pdl: bool = False) -> Tensor:

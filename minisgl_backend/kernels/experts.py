@@ -1,4 +1,5 @@
 """What the experts of a mixture compute: gate and up, then down, then each token's weighted sum.
+Experts without gates have only an up projection in the first place, and the square of ReLU.
 
 Knows the experts' weights, and how a token's experts, its shared MLP and the residual are added up.
 The first two are grouped GEMMs over the blocks of ``kernels.routing``, with the gate applied at the
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minisgl_backend.gates import ClampedGate, Gate
-from minisgl_backend.kernels.activation import open_gates_reference
+from minisgl_backend.kernels.activation import open_gates_reference, squared_relu_reference
 from minisgl_backend.kernels.dispatch import at_least_float32, use_triton
 from minisgl_backend.kernels.packed_weight import (
     CodesKind,
@@ -36,16 +37,17 @@ _COLUMNS: Final = 256
 class ExpertWeights:
     """The weights of the experts that a rank holds.
 
-    ``gate_up`` [num_experts, 2 * intermediate_size, hidden_size], gates first; ``down``
-    [num_experts, hidden_size, intermediate_size]; biases of the same shapes without the last
-    dimension. Only the kernels of ``cuda.expert_layers`` take packed weights.
+    ``gate_up`` [num_experts, 2 * intermediate_size, hidden_size], gates first, or without a
+    ``gate`` [num_experts, intermediate_size, hidden_size]; ``down`` [num_experts, hidden_size,
+    intermediate_size]; biases of the same shapes without the last dimension. Only the kernels of
+    ``cuda.expert_layers`` take packed weights.
     """
 
     gate_up: Tensor | QuantizedWeight | PackedWeight
     down: Tensor | QuantizedWeight | PackedWeight
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
-    gate: Gate | ClampedGate = "silu"
+    gate: Gate | ClampedGate | None = "silu"
 
     @property
     def num_experts(self) -> int:
@@ -117,8 +119,9 @@ class SharedOutput:
 def fused_experts(
     x: Tensor, experts: ExpertWeights, choices: Choices, *, invariant: bool = False
 ) -> Tensor:
-    """The sum over a token's experts e of weight_e * down_e(silu(gate_e x) * up_e x), for ``x``
-    [num_tokens, hidden_size]; of the same shape.
+    """The sum over a token's experts e of weight_e * down_e(silu(gate_e x) * up_e x), or without
+    gates of weight_e * down_e(relu(up_e x)^2), for ``x`` [num_tokens, hidden_size]; of the same
+    shape.
 
     If ``invariant``, the order of a token's sums does not depend on the other tokens. Quantized
     weights have no kernel here, only the twin, which waits for the device.
@@ -164,6 +167,7 @@ def expert_outputs(
         block=block,
         top_k=top_k,
         gate=experts.gate,
+        squares_relu=experts.gate is None,
     )
     outer = torch.empty((num_tokens * top_k, hidden_size), dtype=x.dtype, device=x.device)
     launch_grouped_linear(
@@ -264,8 +268,11 @@ def fused_experts_reference(x: Tensor, experts: ExpertWeights, choices: Choices)
     return out.to(x.dtype)
 
 
-def _opened(both: Tensor, gate: Gate | ClampedGate) -> Tensor:
-    """The gated values of ``both`` [count, 2 * inner size], gates first."""
+def _opened(both: Tensor, gate: Gate | ClampedGate | None) -> Tensor:
+    """The gated values of ``both`` [count, 2 * inner size], gates first; without a gate the squares
+    of ReLU of [count, inner size]."""
+    if gate is None:
+        return squared_relu_reference(both)
     if not isinstance(gate, ClampedGate):
         return open_gates_reference(both, gate)
     closed, up = at_least_float32(both).chunk(2, dim=-1)

@@ -36,8 +36,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minisgl_backend.kernels.causal_conv import (
+    causal_conv_runs,
+    causal_conv_runs_reference,
+    causal_conv_step_reference,
+)
 from minisgl_backend.kernels.delta_runs import BLOCK, Runs
-from minisgl_backend.kernels.dispatch import at_least_float32, use_triton
+from minisgl_backend.kernels.dispatch import use_triton
+from minisgl_backend.kernels.layer_states import LayerStates, rows_of, stored
 from minisgl_backend.plan import WHOLE_EVERY
 
 _EPS: Final = 1e-6
@@ -78,19 +84,15 @@ class PendingCorrections:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LayerStates:
-    """The recurrent states of one layer, by slot.
+class DeltaStates(LayerStates):
+    """The states of a Gated DeltaNet layer, whose ``matrices`` are [num_slots, num_heads, key_dim,
+    value_dim].
 
-    ``conv`` [num_slots, num_channels, width - 1]: a convolution's last inputs. ``matrices``
-    [num_slots, num_heads, key_dim, value_dim], float32, bfloat16 or float16. ``readers`` int32
-    [num_slots, num_key_heads] counts within a kernel, and is 0 otherwise; layers may share it. None
-    of this holds for the padding's slot, which several rows of a step have. What a slot has is
-    contiguous, but other layers may have memory between slots. ``pending`` is of those slots that
-    rows have, which come first.
+    ``readers`` int32 [num_slots, num_key_heads] counts within a kernel, and is 0 otherwise; layers
+    may share it. None of this holds for the padding's slot, which several rows of a step have.
+    ``pending`` is of those slots that rows have, which come first.
     """
 
-    conv: Tensor
-    matrices: Tensor
     readers: Tensor
     pending: PendingCorrections
 
@@ -131,7 +133,7 @@ def delta_step(
     out: Tensor,
     inputs: DeltaInputs,
     weights: DeltaWeights,
-    states: LayerStates,
+    states: DeltaStates,
     slots: Tensor,
     positions: Tensor,
     *,
@@ -168,7 +170,7 @@ def delta_step(
 
 
 def delta_runs(
-    out: Tensor, inputs: DeltaInputs, weights: DeltaWeights, states: LayerStates, runs: Runs
+    out: Tensor, inputs: DeltaInputs, weights: DeltaWeights, states: DeltaStates, runs: Runs
 ) -> None:
     """The same for the tokens of ``runs``. All tokens after them are padding, and get zeros."""
     if not use_triton(out):
@@ -195,48 +197,13 @@ def delta_runs(
     )
 
 
-def causal_conv_runs(out: Tensor, x: Tensor, states: Tensor, runs: Runs, weight: Tensor) -> None:
-    """Only the convolution of ``delta_runs``. ``out``, which is contiguous, and ``x`` are
-    [num_tokens, channels]; ``states`` are ``LayerStates.conv``."""
-    if not use_triton(x):
-        causal_conv_runs_reference(out, x, states, runs, weight)
-        return
-    from minisgl_backend.kernels.triton_kernels.conv_blocks import launch_conv_blocks
-
-    launch_conv_blocks(out, x, states, runs.blocks, runs.lines, weight)
-
-
-def causal_conv_step_reference(
-    out: Tensor, x: Tensor, states: Tensor, slots: Tensor, weight: Tensor
-) -> None:
-    """Only the convolution of ``delta_step``; arguments as in ``causal_conv_runs``."""
-    of_rows, slots = _rows_of(slots)
-    inputs = torch.cat([states[slots], x[of_rows][..., None].to(states.dtype)], dim=-1)
-    states[slots] = inputs[..., 1:]
-    out[of_rows] = F.silu((at_least_float32(inputs) * weight).sum(-1)).to(x.dtype)
-
-
-def causal_conv_runs_reference(
-    out: Tensor, x: Tensor, states: Tensor, runs: Runs, weight: Tensor
-) -> None:
-    """The twin of ``causal_conv_runs``."""
-    for run in runs.listed():
-        state = torch.zeros_like(states[0]) if run.is_fresh else states[run.slot]
-        begin = run.begin
-        for end, slot in (*run.kept, (run.end, run.slot)):
-            if begin < end:
-                out[begin:end], state = causal_conv(x[begin:end], state, weight)
-            states[slot] = state
-            begin = end
-
-
 def delta_step_reference(
-    out: Tensor, inputs: DeltaInputs, weights: DeltaWeights, states: LayerStates, slots: Tensor
+    out: Tensor, inputs: DeltaInputs, weights: DeltaWeights, states: DeltaStates, slots: Tensor
 ) -> None:
     """The twin of ``delta_step``."""
     convolved = torch.empty_like(inputs.channels)
     causal_conv_step_reference(convolved, inputs.channels, states.conv, slots, weights.conv)
-    of_rows, slots = _rows_of(slots)
+    of_rows, slots = rows_of(slots)
     each = *_heads(convolved, weights, states.matrices), *_rates(inputs, weights)
     q, k, v, g, beta = (of_all[of_rows] for of_all in each)
     found = delta_rule_step(q, k, v, g, beta, states.matrices, slots)
@@ -244,7 +211,7 @@ def delta_step_reference(
 
 
 def delta_runs_reference(
-    out: Tensor, inputs: DeltaInputs, weights: DeltaWeights, states: LayerStates, runs: Runs
+    out: Tensor, inputs: DeltaInputs, weights: DeltaWeights, states: DeltaStates, runs: Runs
 ) -> None:
     """The twin of ``delta_runs``."""
     convolved, matrices = torch.empty_like(inputs.channels), states.matrices
@@ -264,12 +231,6 @@ def delta_runs_reference(
             begin = end
         behind = run.position + run.end - run.begin
         states.pending.begins[run.slot] = behind % WHOLE_EVERY
-
-
-def _rows_of(slots: Tensor) -> tuple[Tensor, Tensor]:
-    """The indices of the tokens that have slots, and their slots."""
-    found = (slots >= 0).nonzero().squeeze(1)
-    return found, slots[found]
 
 
 def _heads(
@@ -294,19 +255,6 @@ def _gated(found: Tensor, z: Tensor, weights: DeltaWeights) -> Tensor:
     """What the heads read, normalized and gated: float32 [num_tokens, num_heads, value_dim]."""
     wide = F.rms_norm(found, found.shape[-1:], None, weights.eps)
     return wide * weights.norm * F.silu(z.float())
-
-
-def causal_conv(x: Tensor, state: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The convolution with SiLU over one sequence's tokens, and the state after them.
-
-    ``x`` [num_tokens, channels]; ``state`` [channels, width - 1], the inputs of the previous
-    tokens; ``weight`` [channels, width], whose last column is for the token itself. Returns
-    [num_tokens, channels] and a new state.
-    """
-    inputs = torch.cat([state, x.T.to(state.dtype)], dim=1)  # [channels, width - 1 + num_tokens]
-    wide = at_least_float32(inputs)
-    mixed = F.conv1d(wide[None], weight[:, None].to(wide.dtype), groups=len(weight))[0]
-    return F.silu(mixed).T.to(x.dtype), inputs[:, len(x) :]
 
 
 def delta_rule(
@@ -364,7 +312,7 @@ def delta_rule_step(
     """The same for one token each of several rows, whose ``states`` are updated in place.
 
     Arguments are as in ``delta_rule``, with rows in place of tokens; ``states`` are
-    ``LayerStates.matrices``; ``slots`` int64 [num_rows].
+    ``DeltaStates.matrices``; ``slots`` int64 [num_rows].
     """
     num_heads = v.shape[1]
     queries, keys = _unit_queries(q, num_heads), _unit(k, num_heads)  # [num_rows, num_heads, ...]
@@ -375,14 +323,6 @@ def delta_rule_step(
     states[slots] = stored(state, states.dtype)
     found: Tensor = queries[..., None, :] @ state  # [num_rows, num_heads, 1, value_dim]
     return found.squeeze(-2)
-
-
-def stored(state: Tensor, dtype: torch.dtype) -> Tensor:
-    """``state`` as slots of this type hold it: float16 is clamped to 65,504, and NaN stays NaN."""
-    if dtype == torch.float16:
-        most = torch.finfo(dtype).max
-        state = state.clamp(-most, most)
-    return state.to(dtype)
 
 
 def _unit(x: Tensor, num_heads: int) -> Tensor:

@@ -61,7 +61,7 @@ class ExpertMemory(nn.Module):
         self._formats = {
             (expert, part): matrices.format_of(f"{name}.{expert}.{part}")
             for expert in range(self.held.start, self.held.end)
-            for part in ("gate_proj", "up_proj", "down_proj")
+            for part in ("gate_proj", "up_proj", "down_proj")[spec.gate is None :]
         }
         if spec.interleaved:
             check_interleaved(self._formats.values())
@@ -71,9 +71,10 @@ class ExpertMemory(nn.Module):
         self.form = of_down[0] if kept else None
         self.has_shared = not whole_experts and self._is_alike(shared)
         more = 1 if self.has_shared else 0
-        inner, outer, width = self.inner, self.outer, 2 * self.inner.size
-        both = [(0, inner), (inner.size, inner)]
-        self.gate_up = _memory_of(kept, of_gate_up, both, outer, width, more=more)
+        inner, outer = self.inner, self.outer
+        parts = [(0, inner), (inner.size, inner)] if spec.gate is not None else [(0, inner)]
+        width = len(parts) * inner.size
+        self.gate_up = _memory_of(kept, of_gate_up, parts, outer, width, more=more)
         self.down = _memory_of(kept, of_down, [(0, outer)], inner, hidden_size, more=more)
         self.gate_up_bias = empty_parameter(self.held.size, width) if spec.biases else None
         self.down_bias = empty_parameter(self.held.size, hidden_size) if spec.biases else None
@@ -158,6 +159,8 @@ class ExpertMemory(nn.Module):
             yield "down_proj", InterleavedPlace(down, experts, outer, ins=inner, num_parts=1)
             return
         rows = {"gate_proj": slice(0, inner.size), "up_proj": slice(inner.size, 2 * inner.size)}
+        if self._gate is None:
+            rows = {"up_proj": slice(0, inner.size)}
         for (expert, part), form in self._formats.items():
             name, at = f"{expert}.{part}.weight", expert - experts.start
             if part == "down_proj":

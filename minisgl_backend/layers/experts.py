@@ -1,4 +1,4 @@
-"""A mixture of experts (``FeedForward``): gated MLPs, of which a router picks a few for each token.
+"""A mixture of experts (``FeedForward``): MLPs, of which a router picks a few for each token.
 
 ``router`` knows how experts are chosen, ``expert_memory`` which ones a rank holds, and
 ``kernels.experts`` what is computed with them. Must not know rows, pages, or which layer it is in.
@@ -29,7 +29,7 @@ from minisgl_backend.kernels.experts import (
 )
 from minisgl_backend.kernels.routing import NO_EXTRAS, Choices, RouterExtras
 from minisgl_backend.layers.expert_memory import ExpertMemory
-from minisgl_backend.layers.feed_forward import GatedMLP
+from minisgl_backend.layers.feed_forward import GatedMLP, UngatedMLP
 from minisgl_backend.layers.norm import Normed, RMSNorm, add_sum
 from minisgl_backend.layers.quantized_matrix import Matrices
 from minisgl_backend.layers.quantized_place import place_in
@@ -49,7 +49,7 @@ if TYPE_CHECKING:  # needs the CUDA driver's bindings, which only installations 
 
 
 class ExpertsMLP(nn.Module):
-    """Gated MLPs behind a router (``FeedForward``), and perhaps one that all tokens take.
+    """MLPs behind a router (``FeedForward``), and perhaps one that all tokens take.
 
     Unless ``fused``, the kernel's twin computes one expert after another, which waits for the
     device. ``memory`` has the experts' weights.
@@ -72,10 +72,11 @@ class ExpertsMLP(nn.Module):
         self.group, self.fused, self.spec = group, fused, spec
         self._is_invariant = False
         self.router = Router(f"{name}.{spec.router}", hidden_size, spec, matrices)
-        self.shared: GatedMLP | None = None
+        self.shared: GatedMLP | UngatedMLP | None = None
         self.shared_gate: nn.Parameter | None = None
         if (shared := spec.shared) is not None:
-            self.shared = GatedMLP(
+            make = GatedMLP if spec.gate is not None else UngatedMLP
+            self.shared = make(
                 f"{name}.{shared.name}",
                 hidden_size,
                 shared.intermediate_size,
@@ -92,7 +93,7 @@ class ExpertsMLP(nn.Module):
             group=group,
             matrices=matrices,
             whole_experts=whole_experts,
-            shared=self.shared if fused else None,
+            shared=self.shared if fused and isinstance(self.shared, GatedMLP) else None,
         )
         self._kernels: ExpertsKernels | None = None
         self._router_extras = NO_EXTRAS  # as these kernels take them
@@ -102,7 +103,7 @@ class ExpertsMLP(nn.Module):
     def lay_out(self) -> None:
         """Called before weights are loaded."""
         if self.memory.has_shared:
-            assert self.shared is not None
+            assert isinstance(self.shared, GatedMLP)
             self.memory.lay_out(self.shared)
 
     def use_invariant_kernels(self, kernels: InvariantKernels) -> None:
@@ -122,7 +123,7 @@ class ExpertsMLP(nn.Module):
         if not expert_cut.fits(memory.outer.size, memory.inner.size, memory.form):
             return
         if memory.has_shared:
-            assert self.shared is not None
+            assert isinstance(self.shared, GatedMLP)
             memory.copy(self.shared)
         if memory.form is not None:
             self._packed = self.weights.packed()
@@ -133,6 +134,7 @@ class ExpertsMLP(nn.Module):
             factors=None if factors is None else factors.float(),
         )
         weights = self.weights
+        assert weights.gate is not None
         self._kernels = make.kernels(
             self.spec.routing,
             (memory.held.start, memory.held.end),
@@ -154,6 +156,7 @@ class ExpertsMLP(nn.Module):
         self._most_half_done = kernels.most_tokens
         self.router.use_tensor_cores(kernels)
         if self.shared is not None:
+            assert isinstance(self.shared, GatedMLP)
             self.shared.use_tensor_cores(kernels, adds=False)
 
     def rounding(self, num_tokens: int) -> int | None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor, nn
 
 from minisgl_backend.gates import Gate
+from minisgl_backend.kernels.activation import squared_relu
 from minisgl_backend.kernels.adapters import AdaptedTokens
 from minisgl_backend.layers.linear import MergedColumnLinear, RowLinear
 from minisgl_backend.layers.norm import Normed, RMSNorm
@@ -104,3 +105,60 @@ class GatedMLP(nn.Module):
 
     def rounding(self, num_tokens: int) -> int | None:
         return self.gate_up_proj.matrix.rounding(num_tokens)
+
+
+class UngatedMLP(nn.Module):
+    """The block of Nemotron (``FeedForward``): down(relu(up(x))^2)."""
+
+    def __init__(
+        self,
+        name: str,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        bias: bool,
+        group: Group,
+        matrices: Matrices,
+    ):
+        """``name`` is the module's in the checkpoint."""
+        super().__init__()
+        share = even_share(intermediate_size, group, "intermediate_size")
+        self.up_proj = MergedColumnLinear(
+            name, hidden_size, {"up_proj": share}, bias=bias, matrices=matrices
+        )
+        self.down_proj = RowLinear(
+            f"{name}.down_proj",
+            intermediate_size,
+            hidden_size,
+            bias=bias,
+            group=group,
+            matrices=matrices,
+        )
+
+    def forward(
+        self,
+        residual: Tensor,
+        x: Normed,
+        norm: RMSNorm,
+        *,
+        pdl: bool,
+        adapted: AdaptedTokens | None = None,
+    ) -> tuple[Tensor, Normed]:
+        inner = self._inner(x, pdl, adapted)
+        return self.down_proj.add_to(residual, inner, norm, pdl=pdl, adapted=adapted)
+
+    def output(self, x: Normed, *, pdl: bool, adapted: AdaptedTokens | None = None) -> Tensor:
+        """What ``forward`` adds, [num_tokens, hidden_size], for layers that change it first."""
+        output: Tensor = self.down_proj(self._inner(x, pdl, adapted), pdl=pdl, adapted=adapted)
+        return output
+
+    def part(self, x: Normed, *, pdl: bool, adapted: AdaptedTokens | None = None) -> Tensor:
+        """This rank's part of ``output``, to be summed over the ranks by the caller."""
+        return self.down_proj.part(self._inner(x, pdl, adapted), pdl=pdl, adapted=adapted)
+
+    def rounding(self, num_tokens: int) -> int | None:
+        return self.up_proj.matrix.rounding(num_tokens)
+
+    def _inner(self, x: Normed, pdl: bool, adapted: AdaptedTokens | None) -> Normed:
+        """[num_tokens, this rank's share of intermediate_size]"""
+        return Normed(squared_relu(self.up_proj(x, pdl=pdl, adapted=adapted), pdl=pdl))

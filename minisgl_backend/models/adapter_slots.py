@@ -22,7 +22,7 @@ from torch import Tensor
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.kernels.adapters import RANK_STEP, AdapterMemory
 from minisgl_backend.layers.experts import ExpertsMLP
-from minisgl_backend.layers.feed_forward import GatedMLP
+from minisgl_backend.layers.feed_forward import GatedMLP, UngatedMLP
 from minisgl_backend.layers.linear import MergedColumnLinear, RowLinear
 from minisgl_backend.layers.weight_place import Share
 from minisgl_backend.models.adapter_files import AdapterFile, Projection
@@ -206,7 +206,7 @@ def _alike(model: Decoder) -> list[Sequence[MergedColumnLinear | RowLinear]]:
     for layer in model.layers:
         shared = layer.mlp.shared if isinstance(layer.mlp, ExpertsMLP) else None
         for part in (layer.mixer, layer.mlp, shared):
-            if not isinstance(part, (SelfAttention, GatedMLP)):
+            if not isinstance(part, (SelfAttention, GatedMLP, UngatedMLP)):
                 continue
             for name, module in part.named_children():
                 if isinstance(module, (MergedColumnLinear, RowLinear)):

@@ -62,6 +62,7 @@ from minisgl_backend.models.families.mistral import (
     read_mistral3,
     read_mixtral,
 )
+from minisgl_backend.models.families.nemotron import read_nemotron_h
 from minisgl_backend.models.families.olmo import read_olmo2, read_olmo3, read_olmoe
 from minisgl_backend.models.families.phi import read_phi3
 from minisgl_backend.models.families.qwen import (
@@ -260,6 +261,7 @@ ARCHITECTURES: Final[Mapping[str, Callable[[ConfigReader], ModelSpec]]] = Mappin
         "SeedOssForCausalLM": read_seed_oss,
         "SmolLM3ForCausalLM": read_smollm3,
         "GptOssForCausalLM": read_gpt_oss,
+        "NemotronHForCausalLM": read_nemotron_h,
     }
 )
 """Keyed by the names in config.json."""
@@ -279,6 +281,6 @@ _WITH_NEEDLESS_CODE: Final = frozenset(
     {"Phi3ForCausalLM", "MiniMaxM2ForCausalLM", "Ernie4_5ForCausalLM", "Ernie4_5_MoeForCausalLM"}
     | {"HunYuanDenseV1ForCausalLM", "HunYuanMoEV1ForCausalLM", "HyperCLOVAXForCausalLM"}
     | {"InternLM3ForCausalLM", "IQuestCoderForCausalLM", "SolarOpenForCausalLM"}
-    | {"AfmoeForCausalLM"}
+    | {"AfmoeForCausalLM", "NemotronHForCausalLM"}
 )
 """Architectures whose checkpoints come with code that transformers has included since."""

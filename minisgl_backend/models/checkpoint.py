@@ -20,7 +20,7 @@ from typing import Any, Final, Literal
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.models.config_json import LFS_POINTER, NOT_FETCHED, read_json
-from minisgl_backend.models.spec import ModelSpec
+from minisgl_backend.models.spec import DeltaSpec, ModelSpec, RecurrentSpec
 from minisgl_backend.models.tensor_names import BODY, LAYER, StoredAs, TensorNames
 
 _INDEX: Final = "model.safetensors.index.json"
@@ -252,7 +252,6 @@ def check_weights(spec: ModelSpec, files: WeightFiles) -> None:
             f"config.json: num_hidden_layers is {spec.num_layers}, "
             f"but the weights have {max(layers) + 1} layers"
         )
-    mlp = "model.layers.0.mlp"
     expected = {
         "model.embed_tokens": {"vocab_size": spec.vocab_size, "hidden_size": spec.hidden_size}
     }
@@ -268,22 +267,12 @@ def check_weights(spec: ModelSpec, files: WeightFiles) -> None:
             "num_key_value_heads x head_dim": heads.num_kv_heads * heads.head_dim,
             "hidden_size": spec.hidden_size,
         }
-    if spec.delta_net is not None:
-        delta, first = spec.delta_net, min(spec.delta_net.layers)
-        expected[f"model.layers.{first}.linear_attn.out_proj"] = {
-            "hidden_size": spec.hidden_size,
-            "linear_num_value_heads x linear_value_head_dim": delta.value_size,
-        }
-    has_experts = spec.moe is not None and 0 in spec.moe.layers
-    if spec.moe is None or spec.moe.beside or not has_experts:
-        expected[f"{mlp}.gate_proj"] = {"intermediate_size": spec.intermediate_size}
-    if spec.moe is not None and has_experts:
-        experts = spec.moe.experts
-        within = mlp.removesuffix(".mlp") if spec.moe.beside else mlp
-        expected[f"{within}.{experts.router}"] = {"num_experts": experts.num_experts}
-        expected[f"{within}.experts.0.gate_proj"] = {
-            "moe_intermediate_size": experts.intermediate_size
-        }
+    if spec.recurrent is not None:
+        first = f"model.layers.{min(spec.recurrent.layers)}"
+        expected |= _expected_of_states(first, spec.recurrent, spec.hidden_size)
+    blocks = (layer for layer in range(spec.num_layers) if spec.has_part(layer, "feed-forward"))
+    for layer in list(blocks)[:1]:
+        expected |= _expected_of_block(layer, spec)
     for module, sizes in expected.items():
         header = found.get(f"{module}.weight")
         if header is None:  # ``weights`` will list all that is missing
@@ -294,3 +283,32 @@ def check_weights(spec: ModelSpec, files: WeightFiles) -> None:
                     f"config.json: {field} is {value}, "
                     f"but {header.stored.name} has the shape {header.shape}"
                 )
+
+
+def _expected_of_states(
+    layer: str, recurrent: RecurrentSpec, hidden_size: int
+) -> dict[str, dict[str, int]]:
+    """The sizes of a projection of a layer with recurrent states, by the keys that name them."""
+    if isinstance(recurrent, DeltaSpec):
+        name, value_size = "linear_num_value_heads x linear_value_head_dim", recurrent.value_size
+        return {f"{layer}.linear_attn.out_proj": {"hidden_size": hidden_size, name: value_size}}
+    size = recurrent.inner_size
+    sizes = {"hidden_size": hidden_size, "number x size of Mamba's heads": size}
+    return {f"{layer}.mamba.out_proj": sizes}
+
+
+def _expected_of_block(layer: int, spec: ModelSpec) -> dict[str, dict[str, int]]:
+    """The same for a layer's feed-forward block."""
+    mlp, moe, expected = f"model.layers.{layer}.mlp", spec.moe, {}
+    up_proj = "up_proj" if spec.gate is None else "gate_proj"
+    has_experts = moe is not None and layer in moe.layers
+    if moe is None or moe.beside or not has_experts:
+        expected[f"{mlp}.{up_proj}"] = {"intermediate_size": spec.intermediate_size}
+    if moe is not None and has_experts:
+        experts = moe.experts
+        within = mlp.removesuffix(".mlp") if moe.beside else mlp
+        expected[f"{within}.{experts.router}"] = {"num_experts": experts.num_experts}
+        expected[f"{within}.experts.0.{up_proj}"] = {
+            "moe_intermediate_size": experts.intermediate_size
+        }
+    return expected

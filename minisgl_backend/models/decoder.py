@@ -24,7 +24,7 @@ from minisgl_backend.attention.base import Attend
 from minisgl_backend.kernels.activation import soft_cap
 from minisgl_backend.kernels.adapters import AdaptedTokens
 from minisgl_backend.kernels.dispatch import can_start_early
-from minisgl_backend.kernels.gated_delta import LayerStates
+from minisgl_backend.kernels.layer_states import LayerStates
 from minisgl_backend.kernels.linear_cut import MAX_TOKENS
 from minisgl_backend.kernels.paged_kv import PagedKV
 from minisgl_backend.kernels.rope_store import TokenPlaces
@@ -35,8 +35,13 @@ from minisgl_backend.layers.feed_forward import GatedMLP
 from minisgl_backend.layers.matrix import DenseMatrix, Matrix
 from minisgl_backend.layers.norm import Normed, RMSNorm, add_sum, is_sum_fused
 from minisgl_backend.layers.quantized_matrix import Matrices
-from minisgl_backend.models.decoder_layers import DecoderLayer, MakeExperts, PostNormLayer
-from minisgl_backend.models.gated_delta_net import GatedDeltaNet
+from minisgl_backend.models.decoder_layers import (
+    DecoderLayer,
+    MakeExperts,
+    PostNormLayer,
+    RecurrentMixer,
+    SinglePartLayer,
+)
 from minisgl_backend.models.gemma4_layer import Gemma4Layer, LayerInputsMaker
 from minisgl_backend.models.rope import query_scales, rotary_table
 from minisgl_backend.models.spec import ModelSpec
@@ -52,7 +57,7 @@ _PDL_HIDDEN_SIZE: Final = 5376
 _PDL_TOKENS: Final = 256
 """Up to these sizes, starting kernels early (PDL) is at least as fast on an H200."""
 
-Layer: TypeAlias = DecoderLayer | PostNormLayer | Gemma4Layer
+Layer: TypeAlias = DecoderLayer | SinglePartLayer | PostNormLayer | Gemma4Layer
 
 
 class _Body(nn.Module):
@@ -175,7 +180,7 @@ class Decoder(nn.Module):
 
     def bind_states(self, states: Sequence[LayerStates]) -> None:
         """Give each recurrent layer the states of rows."""
-        mixers = [layer.mixer for layer in self.layers if isinstance(layer.mixer, GatedDeltaNet)]
+        mixers = [layer.mixer for layer in self.layers if isinstance(layer.mixer, RecurrentMixer)]
         for mixer, of_layer in zip(mixers, states, strict=True):
             mixer.bind(of_layer)
 
@@ -184,7 +189,7 @@ class Decoder(nn.Module):
         fit, each with a ``GatedMLP`` or an ``ExpertsMLP`` that ``has_half_norms``; pages must be
         bound."""
         for layer in self.layers:
-            assert isinstance(layer.mixer, (SelfAttention, GatedDeltaNet))
+            assert isinstance(layer.mixer, (SelfAttention, RecurrentMixer))
             assert isinstance(layer.mlp, (GatedMLP, ExpertsMLP))
             layer.mixer.use_tensor_cores(kernels)
             layer.mlp.use_tensor_cores(kernels)
@@ -321,6 +326,8 @@ def _layer(
 ) -> Layer:
     if spec.scaled_layers:
         return Gemma4Layer(spec, layer, group, matrices, experts)
+    if spec.single_parts:
+        return SinglePartLayer(spec, layer, group, matrices, experts)
     if spec.norms == "before":
         return DecoderLayer(spec, layer, group, matrices, experts)
     return PostNormLayer(spec, layer, group, matrices, experts)

@@ -13,13 +13,17 @@ from torch import Tensor, nn
 
 from minisgl_backend.experts_spec import ExpertsSpec
 from minisgl_backend.layers.experts import ExpertsMLP
-from minisgl_backend.layers.feed_forward import FeedForward, GatedMLP
+from minisgl_backend.layers.feed_forward import FeedForward, GatedMLP, UngatedMLP
 from minisgl_backend.layers.norm import Normed, RMSNorm, add_normed
 from minisgl_backend.layers.quantized_matrix import Matrices
 from minisgl_backend.models.gated_delta_net import GatedDeltaNet
-from minisgl_backend.models.spec import ModelSpec
+from minisgl_backend.models.mamba import MambaMixer
+from minisgl_backend.models.spec import DeltaSpec, ModelSpec
 from minisgl_backend.models.token_mixing import SelfAttention, StepContext, TokenMixer
 from minisgl_backend.parallel.group import Group
+
+RecurrentMixer: TypeAlias = GatedDeltaNet | MambaMixer
+"""Token mixing that keeps a state of each row (``LayerStates``)."""
 
 MakeExperts: TypeAlias = Callable[[str, int, ExpertsSpec], ExpertsMLP]
 """(name in the checkpoint, hidden_size, experts) -> their module."""
@@ -64,6 +68,56 @@ class DecoderLayer(nn.Module):
         feed_forward: FeedForward = self.mlp
         assert next_norm is not None  # all layers of a model are of one kind
         residual, x = self.mixer(residual, x, self.post_attention_layernorm, step)
+        return feed_forward(residual, x, next_norm, pdl=step.pdl, adapted=step.adapted)
+
+
+class SinglePartLayer(nn.Module):
+    """A layer that is only token mixing or only a feed-forward block, on the normalized residual
+    stream and added to it, as in Nemotron-H. The other part is None."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        layer: int,
+        group: Group,
+        matrices: Matrices,
+        experts: MakeExperts,
+    ):
+        super().__init__()
+        offset = spec.norm_offset
+        self.input_layernorm = RMSNorm(spec.hidden_size, spec.stream_eps, offset=offset)
+        self._mixer_name: str | None = None
+        self.mlp: UngatedMLP | GatedMLP | ExpertsMLP | None = None
+        if spec.has_part(layer, "mixer"):
+            self._mixer_name, mixer = _token_mixer(spec, layer, group, matrices)
+            self.add_module(self._mixer_name, mixer)
+            self.input_layernorm.rounding = mixer.rounding
+        else:
+            feed_forward = _feed_forward(spec, layer, group, matrices, experts)
+            self.mlp = feed_forward
+            self.input_layernorm.rounding = feed_forward.rounding
+
+    @property
+    def first_norm(self) -> RMSNorm | None:
+        """The norm of the layer's input."""
+        return self.input_layernorm
+
+    @property
+    def mixer(self) -> TokenMixer | None:
+        """The token mixing, if the layer is that."""
+        name = self._mixer_name
+        return None if name is None else cast(TokenMixer, getattr(self, name))
+
+    def forward(
+        self, residual: Tensor, x: Normed, next_norm: RMSNorm | None, step: StepContext
+    ) -> tuple[Tensor, Normed]:
+        """As ``DecoderLayer.forward``."""
+        assert next_norm is not None
+        mixer: TokenMixer | None = self.mixer
+        feed_forward: FeedForward | None = self.mlp
+        if mixer is not None:
+            return mixer(residual, x, next_norm, step)
+        assert feed_forward is not None
         return feed_forward(residual, x, next_norm, pdl=step.pdl, adapted=step.adapted)
 
 
@@ -116,24 +170,25 @@ class PostNormLayer(nn.Module):
         return residual, x
 
 
-def _gated_mlp(spec: ModelSpec, layer: int, group: Group, matrices: Matrices) -> GatedMLP:
+def _plain_mlp(
+    spec: ModelSpec, layer: int, group: Group, matrices: Matrices
+) -> GatedMLP | UngatedMLP:
+    name, sizes = f"model.layers.{layer}.mlp", (spec.hidden_size, spec.intermediate_size)
+    if spec.gate is None:
+        return UngatedMLP(name, *sizes, bias=spec.mlp_bias, group=group, matrices=matrices)
     return GatedMLP(
-        f"model.layers.{layer}.mlp",
-        spec.hidden_size,
-        spec.intermediate_size,
-        bias=spec.mlp_bias,
-        group=group,
-        matrices=matrices,
-        gate=spec.gate,
+        name, *sizes, bias=spec.mlp_bias, group=group, matrices=matrices, gate=spec.gate
     )
 
 
 def _token_mixer(
     spec: ModelSpec, layer: int, group: Group, matrices: Matrices
-) -> tuple[str, SelfAttention | GatedDeltaNet]:
+) -> tuple[str, SelfAttention | RecurrentMixer]:
     """The name in the checkpoint of a layer's token mixing, and the module, by its kind."""
-    if spec.delta_net is not None and layer in spec.delta_net.layers:
-        return "linear_attn", GatedDeltaNet(spec, layer, group, matrices)
+    if spec.recurrent is not None and layer in spec.recurrent.layers:
+        if isinstance(spec.recurrent, DeltaSpec):
+            return "linear_attn", GatedDeltaNet(spec, layer, group, matrices)
+        return "mamba", MambaMixer(spec, layer, group, matrices)
     return "self_attn", SelfAttention(spec, layer, group, matrices)
 
 
@@ -143,8 +198,8 @@ def _feed_forward(
     group: Group,
     matrices: Matrices,
     experts: MakeExperts,
-) -> GatedMLP | ExpertsMLP:
+) -> GatedMLP | UngatedMLP | ExpertsMLP:
     moe = spec.moe
     if moe is None or layer not in moe.layers:
-        return _gated_mlp(spec, layer, group, matrices)
+        return _plain_mlp(spec, layer, group, matrices)
     return experts(f"model.layers.{layer}.mlp", spec.hidden_size, moe.experts)

@@ -1,6 +1,6 @@
 """Token mixing by a recurrent state: Gated DeltaNet (arXiv 2412.06464), as in Qwen3-Next.
 
-The state of a row is a convolution's last inputs and a matrix per head (``LayerStates``). It lies
+The state of a row is a convolution's last inputs and a matrix per head (``DeltaStates``). It lies
 in the slot that ``RecurrentRows`` names, and is as large after a million tokens as after one. Knows
 the names of the checkpoint and how heads are split over ranks. Must not know which slot is whose.
 """
@@ -17,11 +17,12 @@ from torch import Tensor, nn
 
 from minisgl_backend.kernels.gated_delta import (
     DeltaInputs,
+    DeltaStates,
     DeltaWeights,
-    LayerStates,
     delta_runs,
     delta_step,
 )
+from minisgl_backend.kernels.layer_states import LayerStates
 from minisgl_backend.layers.linear import MergedColumnLinear, RowLinear
 from minisgl_backend.layers.norm import Normed, RMSNorm
 from minisgl_backend.layers.quantized_matrix import Matrices
@@ -33,7 +34,7 @@ from minisgl_backend.layers.weight_place import (
     even_share,
     whole,
 )
-from minisgl_backend.models.spec import ModelSpec
+from minisgl_backend.models.spec import DeltaSpec, ModelSpec
 from minisgl_backend.models.token_mixing import StepContext
 from minisgl_backend.parallel.group import Group
 
@@ -50,12 +51,12 @@ class GatedDeltaNet(nn.Module):
     small to stay quantized. Both are one GEMM, unless the first stays quantized.
     """
 
-    states: LayerStates
+    states: DeltaStates
 
     def __init__(self, spec: ModelSpec, layer: int, group: Group, matrices: Matrices):
         super().__init__()
-        shape = spec.delta_net
-        assert shape is not None
+        shape = spec.recurrent
+        assert isinstance(shape, DeltaSpec)
         self.local = shape.of_rank(group.size)
         keys = even_share(shape.num_key_heads * shape.key_dim, group, "the key heads' outputs")
         values = even_share(shape.num_heads * shape.value_dim, group, "the value heads' outputs")
@@ -91,6 +92,7 @@ class GatedDeltaNet(nn.Module):
 
     def bind(self, states: LayerStates) -> None:
         """Keep the states of rows in ``states`` from now on."""
+        assert isinstance(states, DeltaStates)
         self.states = states
 
     def use_tensor_cores(self, kernels: TensorCores) -> None:

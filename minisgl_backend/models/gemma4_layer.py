@@ -44,6 +44,7 @@ class Gemma4Layer(nn.Module):
         def norm() -> RMSNorm:
             return RMSNorm(spec.hidden_size, spec.norm_eps)
 
+        assert spec.gate is not None
         name = f"model.layers.{layer}"
         self.layer = layer
         self.input_layernorm = norm()

@@ -6,8 +6,9 @@ or how an architecture spells its config.json (``families`` does).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
-from typing import Final, Literal
+from typing import Final, Literal, TypeAlias
 
 from minisgl_backend.attention.base import AttentionShape, KVHeads
 from minisgl_backend.errors import ConfigError
@@ -136,6 +137,16 @@ class DeltaSpec:
         """Number of channels of the convolution: queries, keys and values."""
         return 2 * self.key_size + self.value_size
 
+    @property
+    def matrices(self) -> tuple[int, int, int]:
+        """The shape of a row's state besides the convolution's: a matrix for each head."""
+        return self.num_heads, self.key_dim, self.value_dim
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows of hidden_size numbers in a layer's projections."""
+        return self.num_channels + 2 * self.value_size + 2 * self.num_heads
+
     def of_rank(self, num_ranks: int) -> DeltaSpec:
         """The heads of one of ``num_ranks`` ranks; raises ``ConfigError`` if they do not split."""
         if self.num_key_heads % num_ranks:
@@ -148,6 +159,81 @@ class DeltaSpec:
             num_key_heads=self.num_key_heads // num_ranks,
             num_heads=self.num_heads // num_ranks,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MambaSpec:
+    """The Mamba 2 layers; ``layers`` are those that mix tokens in this way, without attention.
+
+    Each of ``num_heads`` heads has ``head_dim`` values and a state of ``state_size`` numbers for
+    each. Heads are in ``num_groups`` groups of neighbours, which share what writes and reads
+    states, and under one norm. ``conv_bias``, ``bias``: the convolution and the projections have
+    biases. ``time_steps``: the least and the largest step, after softplus. ``state_dtype``: the
+    type that the checkpoint names for states.
+    """
+
+    num_heads: int
+    head_dim: int
+    state_size: int
+    num_groups: int
+    conv_width: int
+    layers: frozenset[int]
+    conv_bias: bool = True
+    bias: bool = False
+    time_steps: tuple[float, float] = (0.0, math.inf)
+    state_dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_groups:
+            raise ConfigError(
+                f"{self.num_heads} heads of Mamba cannot share {self.num_groups} groups"
+            )
+
+    @property
+    def inner_size(self) -> int:
+        """The values of all heads."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def group_size(self) -> int:
+        """The numbers by which all groups write states, and by as many they read them."""
+        return self.num_groups * self.state_size
+
+    @property
+    def num_channels(self) -> int:
+        """Number of channels of the convolution: values, and what writes and reads states."""
+        return self.inner_size + 2 * self.group_size
+
+    @property
+    def matrices(self) -> tuple[int, int, int]:
+        """The shape of a row's state besides the convolution's: a matrix for each head."""
+        return self.num_heads, self.head_dim, self.state_size
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows of hidden_size numbers in a layer's projections."""
+        return self.num_channels + 2 * self.inner_size + self.num_heads
+
+    def of_rank(self, num_ranks: int) -> MambaSpec:
+        """The heads of one of ``num_ranks`` ranks; raises ``ConfigError`` if they do not split."""
+        if self.num_groups % num_ranks:
+            raise ConfigError(
+                f"{self.num_groups} groups of {self.num_heads} heads of Mamba cannot be split "
+                f"evenly over {num_ranks} tensor-parallel ranks"
+            )
+        return replace(
+            self,
+            num_groups=self.num_groups // num_ranks,
+            num_heads=self.num_heads // num_ranks,
+        )
+
+
+RecurrentSpec: TypeAlias = DeltaSpec | MambaSpec
+"""The layers that keep a state of a fixed size for each row, in place of keys and values."""
+
+
+Part: TypeAlias = Literal["mixer", "feed-forward"]
+"""A part of a layer: token mixing, or what computes each token for itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,13 +264,15 @@ class ModelSpec:
     ``query_growth``: queries grow with their position. ``norms``: whether a layer's parts normalize
     their inputs, or their outputs before they are added to the residual stream, or both;
     ``norm_offset`` is added to the weights of all norms. ``gate``: that of feed-forward blocks
-    other than experts. ``attention_scale`` multiplies the scores, by default head_dim to the power
-    of -1/2. ``embedding_scale`` multiplies the embeddings,
+    other than experts; None: they have no gates, but the square of ReLU. ``attention_scale``
+    multiplies the scores, by default head_dim to the power of -1/2. ``embedding_scale`` multiplies
+    the embeddings,
     ``branch_scale`` what each part of a layer adds to the residual stream, and ``logit_scale`` the
     logits. ``gated_attention``: attention's output is multiplied by a gate computed from its input;
     with ``gates_apart`` by a projection of its own, otherwise by that of the queries.
-    ``sinks``: the softmax of each head has one more score, which is learned. ``delta_net``
-    describes the layers without attention.
+    ``sinks``: the softmax of each head has one more score, which is learned. ``recurrent``
+    describes the layers that mix tokens without attention. With ``single_parts`` each layer is only
+    token mixing, or only a feed-forward block, with one norm; there is one entry per layer.
 
     ``kv_heads`` has one entry per layer, unless all layers have ``num_kv_heads`` heads of size
     ``head_dim``; so has ``intermediate_sizes``, unless all feed-forward blocks have the same width.
@@ -217,7 +305,7 @@ class ModelSpec:
     query_growth: QueryGrowth | None = None
     norms: Literal["before", "after", "around"] = "before"
     norm_offset: float = 0.0
-    gate: Gate = "silu"
+    gate: Gate | None = "silu"
     ropes: tuple[RopeSpec | None, ...] = ()
     attention_scale: float | None = None
     embedding_scale: float = 1.0
@@ -226,7 +314,8 @@ class ModelSpec:
     gated_attention: bool = False
     gates_apart: bool = False
     sinks: bool = False
-    delta_net: DeltaSpec | None = None
+    recurrent: RecurrentSpec | None = None
+    single_parts: tuple[Part, ...] = ()
     kv_heads: tuple[KVHeads, ...] = ()
     intermediate_sizes: tuple[int, ...] = ()
     kv_sources: tuple[int, ...] = ()
@@ -242,6 +331,8 @@ class ModelSpec:
     eos_token_ids: frozenset[int] = field(default_factory=frozenset)
 
     def __post_init__(self) -> None:
+        if not self.attention_layers:  # pages, and whatever is made for them, would be empty
+            raise ConfigError("a model is not supported if no layer has attention")
         layers = [
             (self.rope_of(layer), self.kv_heads_of(layer)) for layer in range(self.num_layers)
         ]
@@ -287,12 +378,20 @@ class ModelSpec:
     @property
     def attention_layers(self) -> tuple[int, ...]:
         """The layers whose keys and values are kept in pages."""
-        others = frozenset() if self.delta_net is None else self.delta_net.layers
         return tuple(
             layer
             for layer in range(self.num_layers)
-            if layer not in others and self.kv_source(layer) == layer
+            if self.attends(layer) and self.kv_source(layer) == layer
         )
+
+    def has_part(self, layer: int, part: Part) -> bool:
+        """Whether a layer has token mixing, or a feed-forward block."""
+        return not self.single_parts or self.single_parts[layer] == part
+
+    def attends(self, layer: int) -> bool:
+        """Whether a layer mixes tokens by attention."""
+        is_recurrent = self.recurrent is not None and layer in self.recurrent.layers
+        return self.has_part(layer, "mixer") and not is_recurrent
 
     def kv_source(self, layer: int) -> int:
         """The layer whose keys and values a layer with attention reads, usually its own."""
@@ -328,18 +427,16 @@ class ModelSpec:
     def num_active_parameters(self) -> int:
         """How many weights of the layers a token is multiplied by."""
         mixers = 0
-        delta = self.delta_net
         for layer in range(self.num_layers):
-            if delta is not None and layer in delta.layers:
+            if not self.attends(layer):
                 continue
             # queries and their gates, outputs; keys, values
             own, heads = self.kv_heads_of(layer), (2 + self.gated_attention) * self.num_heads
             if self.kv_source(layer) == layer:
                 heads += (1 if layer in self.keys_are_values else 2) * own.num_kv_heads
             mixers += heads * own.head_dim * self.hidden_size
-        if delta is not None:
-            width = delta.num_channels + 2 * delta.value_size + 2 * delta.num_heads
-            mixers += len(delta.layers) * width * self.hidden_size
+        if (recurrent := self.recurrent) is not None:
+            mixers += len(recurrent.layers) * recurrent.num_rows * self.hidden_size
         with_experts, experts = frozenset[int](), 0
         if self.moe is not None:
             with_experts = frozenset() if self.moe.beside else self.moe.layers
@@ -347,9 +444,9 @@ class ModelSpec:
         widths = (
             self.intermediate_size_of(layer)
             for layer in range(self.num_layers)
-            if layer not in with_experts
+            if self.has_part(layer, "feed-forward") and layer not in with_experts
         )
-        mlp = 3 * sum(widths) * self.hidden_size
+        mlp = (2 if self.gate is None else 3) * sum(widths) * self.hidden_size
         if (inputs := self.layer_inputs) is not None:
             mlp += 3 * self.num_layers * inputs.size * self.hidden_size
         return mixers + mlp + experts

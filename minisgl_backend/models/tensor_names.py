@@ -32,7 +32,7 @@ _OF_INPUTS: Final = "activation_scale"
 _BLOCK: Final = 128
 """Rows and columns of the blocks in stacks of FP8."""
 _STACKED: Final = re.compile(
-    r"(?P<experts>.+\.experts)\.(?P<part>gate_up_proj|down_proj)"
+    r"(?P<experts>.+\.experts)\.(?P<part>gate_up_proj|up_proj|down_proj)"
     r"(?:_(?P<scale>scale_inv|scale|activation_scale))?"
 )
 BODY: Final = ("embed_tokens.", "layers.", "norm.")
@@ -274,7 +274,8 @@ def _of_transposed_experts(
 
 def _parts_of(stacked: re.Match[str]) -> tuple[str, ...]:
     """The projections of each expert that a tensor of all experts holds."""
-    return ("down_proj",) if stacked["part"] == "down_proj" else ("gate_proj", "up_proj")
+    part = stacked["part"]
+    return ("gate_proj", "up_proj") if part == "gate_up_proj" else (part,)
 
 
 def _of_outputs(

@@ -51,7 +51,7 @@ def test_every_id_of_the_model_is_one_of_the_tokenizer(
     family = "-".join(shape.split("-")[: 1 if shape.startswith("qwen") else 2])
     assert spec.vocab_size == vocab_sizes[family]
     assert (spec.moe is not None) == (bool(re.search(r"-a\d+b$", shape)) or family == "gpt-oss")
-    assert (spec.delta_net is not None) == (family == "qwen3.6")
+    assert (spec.recurrent is not None) == (family == "qwen3.6")
     assert num_tokens(tmp_path / "model", sizes) == spec.vocab_size
 
 

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from minisgl_backend.cli.main import main
 from minisgl_backend.models.decoder import Decoder
+from minisgl_backend.models.spec import DeltaSpec
 from minisgl_bench.step_bytes import bytes_of_decode
 from tests.conformance.checkpoints import CONTEXT, write_checkpoint
 from tests.conformance.engines import TinyEngine, load_model
@@ -70,8 +71,8 @@ def test_experts_count_as_often_as_they_are_chosen(tmp_path: Path) -> None:
 
 def test_recurrent_states_are_read_and_now_and_then_written(tmp_path: Path) -> None:
     with bound("qwen3.5", tmp_path) as (model, _):
-        shape = model.spec.delta_net
-        assert shape is not None
+        shape = model.spec.recurrent
+        assert isinstance(shape, DeltaSpec)
         local = shape.of_rank(1)
         matrices = local.num_heads * local.key_dim * local.value_dim
         state = (matrices + local.num_channels * (local.conv_width - 1)) * FLOAT

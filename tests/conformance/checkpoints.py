@@ -85,6 +85,8 @@ from transformers import (
     MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    NemotronHConfig,
+    NemotronHForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
     Olmo3Config,
@@ -585,6 +587,24 @@ def _olmoe(**changes: Any) -> PreTrainedModel:
     return OlmoeForCausalLM(OlmoeConfig(**{**_SHAPE, **experts, **changes}))
 
 
+def _nemotron_h(**changes: Any) -> PreTrainedModel:
+    """Attention after the first Mamba 2 layers, with heads of a size that is no power of two."""
+    values = {
+        **{key: value for key, value in _SHAPE.items() if key != "num_hidden_layers"},
+        "layers_block_type": ["linear_attention", "mlp", "linear_attention", "full_attention"],
+        "head_dim": 16,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 12,
+        "n_groups": 4,
+        "ssm_state_size": 16,
+        "moe_intermediate_size": 48,
+        "moe_shared_expert_intermediate_size": 80,
+        "time_step_min": 1e-9,  # by which transformers limits steps of prompts, but not others
+        **changes,
+    }
+    return NemotronHForCausalLM(NemotronHConfig(**values))
+
+
 def _granite_experts(**changes: Any) -> dict[str, Any]:
     multipliers = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22}
     multipliers |= {"attention_multiplier": 0.2, "logits_scaling": 6.0}
@@ -965,6 +985,27 @@ CASES: Final[Mapping[str, Callable[[], PreTrainedModel]]] = MappingProxyType(
         "afmoe": lambda: _afmoe(mup_enabled=True, num_shared_experts=1, route_scale=2.8),
         "afmoe-dense": lambda: _afmoe(
             num_dense_layers=2, global_attn_every_n_layers=2, rope_parameters=dict(_YARN)
+        ),
+        "nemotron-h": _nemotron_h,
+        "nemotron-h-biases": lambda: _nemotron_h(
+            layers_block_type=["full_attention", *["mlp", "linear_attention"] * 2],
+            use_bias=True,
+            mlp_bias=True,
+            use_conv_bias=False,
+            conv_kernel=2,
+            n_groups=1,
+            tie_word_embeddings=True,
+        ),
+        "nemotron-h-experts": lambda: _corrected(
+            _nemotron_h(
+                layers_block_type=["linear_attention", "moe", "full_attention", "moe"],
+                n_routed_experts=8,
+                num_experts_per_tok=3,
+                n_group=4,
+                topk_group=2,
+                norm_topk_prob=False,
+                routed_scaling_factor=2.5,
+            )
         ),
     }
 )

@@ -144,10 +144,10 @@ class TinyEngine(AbstractContextManager["TinyEngine"]):
             pages[:, :, :-1].copy_(unwritten)
         model.bind_pages(self.storage.layers)
         states: StateStorage | None = None
-        if model.spec.delta_net is not None:
+        if model.spec.recurrent is not None:
             num_snapshots = num_snapshots if radix else 0
             states = StateStorage(
-                model.spec.delta_net,
+                model.spec.recurrent,
                 num_rows=MAX_ROWS,
                 num_snapshots=num_snapshots,
                 dtype=dtype,

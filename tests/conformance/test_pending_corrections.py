@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minisgl_backend.kernels.causal_conv import causal_conv_step_reference
 from minisgl_backend.kernels.gated_delta import (
     DeltaInputs,
+    DeltaStates,
     DeltaWeights,
-    LayerStates,
-    causal_conv_step_reference,
 )
 from minisgl_backend.models.decoder import Decoder
 from minisgl_backend.models.gated_delta_net import GatedDeltaNet
@@ -42,7 +42,7 @@ class PendingSteps:
         out: Tensor,
         inputs: DeltaInputs,
         weights: DeltaWeights,
-        states: LayerStates,
+        states: DeltaStates,
         slots: Tensor,
         positions: Tensor,
         *,
@@ -69,7 +69,7 @@ class PendingSteps:
             normed = F.rms_norm(read, (value_dim,), weights.norm, weights.eps)
             out[row] = normed * F.silu(inputs.z[row])
 
-    def _found(self, states: LayerStates, slot: int, place: int) -> Tensor:
+    def _found(self, states: DeltaStates, slot: int, place: int) -> Tensor:
         """The whole state of a row before its token of this place."""
         pending, state = states.pending, states.matrices[slot].clone()
         begin = int(pending.begins[slot, 0])
@@ -85,7 +85,7 @@ class PendingSteps:
 
     def _leave(
         self,
-        states: LayerStates,
+        states: DeltaStates,
         slot: int,
         position: int,
         state: Tensor,

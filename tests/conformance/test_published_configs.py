@@ -7,6 +7,7 @@ Publishers' files are older or shorter: these are theirs, with small sizes and n
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -40,6 +41,34 @@ _HYBRID: Final = MappingProxyType(
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,
         "linear_value_head_dim": 24,
+    }
+)
+_NEMOTRON: Final = MappingProxyType(
+    {
+        **_SIZES,
+        "attention_bias": False,
+        "chunk_size": 128,
+        "conv_kernel": 4,
+        "expand": 2,
+        "head_dim": 16,
+        "layer_norm_epsilon": 1e-05,
+        "mamba_head_dim": 12,
+        "mamba_hidden_act": "silu",
+        "mamba_num_heads": 8,
+        "mamba_proj_bias": False,
+        "max_position_embeddings": CONTEXT,
+        "mlp_bias": False,
+        "mlp_hidden_act": "relu2",
+        "n_groups": 2,
+        "residual_in_fp32": False,
+        "sliding_window": None,
+        "ssm_state_size": 16,
+        "tie_word_embeddings": False,
+        "time_step_limit": [0.0, math.inf],
+        "time_step_max": 0.1,
+        "time_step_min": 0.001,
+        "use_bias": False,
+        "use_conv_bias": True,
     }
 )
 _VISION: Final = MappingProxyType(
@@ -614,6 +643,27 @@ CONFIGS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
             "router_aux_loss_coef": 0.0,
             "tie_word_embeddings": True,
             **_SIZES,
+        },
+        "nemotron-nano-9b-v2": {
+            "architectures": ["NemotronHForCausalLM"],
+            "model_type": "nemotron_h",
+            "hybrid_override_pattern": "M-M*",
+            **_NEMOTRON,
+        },
+        "nemotron-3-nano-30b-a3b": {
+            "architectures": ["NemotronHForCausalLM"],
+            "model_type": "nemotron_h",
+            "hybrid_override_pattern": "ME*E",
+            "moe_intermediate_size": 48,
+            "moe_shared_expert_intermediate_size": 96,
+            "n_group": 1,
+            "n_routed_experts": 8,
+            "n_shared_experts": 1,
+            "norm_topk_prob": True,
+            "num_experts_per_tok": 3,
+            "routed_scaling_factor": 2.5,
+            "topk_group": 1,
+            **_NEMOTRON,
         },
         "trinity-nano": {
             "architectures": ["AfmoeForCausalLM"],

@@ -67,6 +67,8 @@ PAGE_SIZE = 16
         "granite-swa-biases",
         "granite-moe-swa-shared",
         "afmoe",
+        "nemotron-h",
+        "nemotron-h-experts",
         "qwen3-vl-experts",
         "qwen3.5-tied",
         "qwen3-next-sparse",
@@ -102,6 +104,7 @@ def test_logits_are_equal(case: str, size: int, tmp_path: Path) -> None:
         "hy-v3",
         "granite-shared",
         "afmoe",
+        "nemotron-h-experts",
         "awq-64-moe",
         "mxfp4-stacked-moe",
         "gpt-oss",
@@ -158,7 +161,7 @@ def logits_of_prompt(
     kv = KVStorage(shape, num_pages=4, page_size=PAGE_SIZE, dtype=torch.float32, device=CPU)
     model.bind_pages(kv.layers)
     recurrent = None
-    if (delta := spec.delta_net) is not None:
+    if (delta := spec.recurrent) is not None:
         states = StateStorage(
             delta.of_rank(group.size),
             num_rows=1,

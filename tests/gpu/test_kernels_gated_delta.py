@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from minisgl_backend.kernels import gated_delta
+from minisgl_backend.kernels import causal_conv, gated_delta
 from minisgl_backend.kernels.delta_runs import Run, Runs, num_blocks, runs_table
 from minisgl_backend.kernels.dispatch import is_interpreted
 from minisgl_backend.kernels.gated_delta import (
     DeltaInputs,
+    DeltaStates,
     DeltaWeights,
-    LayerStates,
     PendingCorrections,
 )
 from minisgl_backend.plan import WHOLE_EVERY
@@ -63,14 +63,14 @@ def made_states(
     *,
     width: int = 4,
     state_dtype: torch.dtype = torch.float32,
-) -> tuple[LayerStates, LayerStates]:
+) -> tuple[DeltaStates, DeltaStates]:
     """The same states twice, as a layer between others has them."""
     key_heads, heads, key_dim, value_dim = shape
     conv = torch.randn(slots, 3, num_channels(shape), width - 1, device=device).to(dtype)
     matrices = torch.randn(slots, 3, heads, key_dim, value_dim, device=device).to(state_dtype)
     readers = torch.zeros(slots, key_heads, dtype=torch.int32, device=device)
     one, other = (
-        LayerStates(
+        DeltaStates(
             conv.clone()[:, 1],
             matrices.clone()[:, 1],
             readers,
@@ -204,19 +204,20 @@ RUNS = [
 """Tokens before the first are those of decoding rows."""
 
 
-@pytest.mark.parametrize("width", [2, 4])
+@pytest.mark.parametrize(("width", "biased"), [(2, False), (4, False), (4, True)])
 @pytest.mark.parametrize("runs", RUNS)
 def test_conv_runs(
-    device: torch.device, dtype: torch.dtype, runs: tuple[Run, ...], width: int
+    device: torch.device, dtype: torch.dtype, runs: tuple[Run, ...], width: int, biased: bool
 ) -> None:
     channels, many = 150, runs_on(device, runs)
     x = torch.randn(runs[-1].end, channels + 2, device=device).to(dtype)[:, :channels]
     weight = torch.randn(channels, width, device=device).to(dtype)
+    bias = torch.randn(channels, device=device).to(dtype) if biased else None
     states = torch.randn(8, channels, width - 1, device=device).to(dtype)
     before = states.clone()
     out, expected = (torch.full_like(x, 7.0).contiguous() for _ in range(2))
-    gated_delta.causal_conv_runs_reference(expected, x, before, many, weight)
-    gated_delta.causal_conv_runs(out, x, states, many, weight)
+    causal_conv.causal_conv_runs_reference(expected, x, before, many, weight, bias)
+    causal_conv.causal_conv_runs(out, x, states, many, weight, bias)
     assert_close(out, expected)
     assert torch.equal(states, before)
 

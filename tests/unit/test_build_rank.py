@@ -19,6 +19,7 @@ from minisgl_backend.config import DEMO_MODEL, EngineOptions
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.execution.states import bytes_per_slot, pending_bytes
 from minisgl_backend.execution.storage import bytes_per_page
+from minisgl_backend.kernels.gated_delta import DeltaStates
 from minisgl_backend.kernels.sampling_table import SamplingTable
 from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.models.spec import DeltaSpec
@@ -128,7 +129,7 @@ def test_states_of_16_bits_leave_memory_for_more_snapshots() -> None:
         num_key_heads=2, num_heads=4, key_dim=8, value_dim=16, conv_width=4, layers=frozenset({0})
     )
     facts = facts_of(num_pages=8, max_running_requests=8, memory_ratio=1.0)
-    facts = replace(facts, spec=replace(facts.spec, delta_net=delta))
+    facts = replace(facts, spec=replace(facts.spec, recurrent=delta))
     wide = bytes_per_slot(delta, facts.dtype, torch.float32)
     of_rows = SamplingTable.num_bytes(9, facts.spec.vocab_size) + 9 * pending_bytes(delta)
     num_bytes = of_rows + (9 + 4 * 2) * wide
@@ -145,6 +146,7 @@ def test_states_of_16_bits_leave_memory_for_more_snapshots() -> None:
         states = rank_memory.make_states(own, sizes)
         assert states is not None and sizes.num_snapshots is not None
         (layer,) = states.layers
+        assert isinstance(layer, DeltaStates)
         assert layer.conv.dtype == facts.dtype and layer.matrices.dtype == state_dtype
         slot_bytes = bytes_per_slot(delta, facts.dtype, state_dtype)
         of_slots = layer.conv.nbytes + layer.matrices.nbytes

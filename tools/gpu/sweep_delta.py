@@ -22,8 +22,8 @@ from torch import Tensor
 from minisgl_backend.kernels.cuda.delta_step import HEAD_DIM, DeltaStepKernel
 from minisgl_backend.kernels.gated_delta import (
     DeltaInputs,
+    DeltaStates,
     DeltaWeights,
-    LayerStates,
     PendingCorrections,
     delta_step,
 )
@@ -36,7 +36,7 @@ NUM_STEPS: Final = 4 * WHOLE_EVERY
 DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 BYTES_PER_US: Final = 4.8e6
 
-Layer = tuple[Tensor, DeltaInputs, DeltaWeights, LayerStates]
+Layer = tuple[Tensor, DeltaInputs, DeltaWeights, DeltaStates]
 """The output, and what it is computed from."""
 
 
@@ -58,7 +58,7 @@ def made_layer(num_heads: int, num_rows: int, dtype: torch.dtype, device: torch.
         norm=normal(HEAD_DIM),
         eps=1e-6,
     )
-    states = LayerStates(
+    states = DeltaStates(
         conv=normal(num_rows, num_channels, WIDTH - 1),
         matrices=normal(num_rows, num_heads, HEAD_DIM, HEAD_DIM).to(dtype),
         readers=torch.zeros(num_rows, KEY_HEADS, dtype=torch.int32, device=device),

@@ -59,7 +59,7 @@ def comparable_spec(folder: Path, length: int) -> ModelSpec:
     beyond the model's context.
     """
     spec = load_spec(folder)
-    if spec.delta_net is not None:
+    if spec.recurrent is not None:
         raise ConfigError(f"{spec.architecture} has recurrent layers, which are not compared")
     if (section := spec.attention_shape().for_context(length).section) is not None:
         raise ConfigError(f"{spec.architecture} attends in sections: --length must be <= {section}")

@@ -20,8 +20,8 @@ from torch import Tensor
 from minisgl_backend.cli.options import POSITIVE_INT
 from minisgl_backend.kernels.gated_delta import (
     DeltaInputs,
+    DeltaStates,
     DeltaWeights,
-    LayerStates,
     PendingCorrections,
     delta_step,
 )
@@ -117,9 +117,9 @@ def _weights(draw: torch.Generator, device: torch.device) -> DeltaWeights:
     )
 
 
-def _states(dtype: torch.dtype, device: torch.device) -> LayerStates:
+def _states(dtype: torch.dtype, device: torch.device) -> DeltaStates:
     num_heads = len(_HEADS)
-    return LayerStates(
+    return DeltaStates(
         conv=torch.zeros(1, _num_channels(), 3, device=device),
         matrices=torch.zeros(1, num_heads, _SIZE, _SIZE, dtype=dtype, device=device),
         readers=torch.zeros(1, num_heads, dtype=torch.int32, device=device),

@@ -2,8 +2,9 @@
 
 Weights count once. Of the experts those count that a step's tokens choose if all are equally
 likely, as they are with random weights. Keys and values count as far as a layer's window sees.
-Recurrent states are read in each step, and need be written only after every ``WHOLE_EVERY``-th
-token. Activations do not count, nor do the few rows of an embedding. Must not know kernels.
+Recurrent states are read in each step, and written, too; those of Gated DeltaNet need be written
+only after every ``WHOLE_EVERY``-th token. Activations do not count, nor do the few rows of an
+embedding. Must not know kernels.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from minisgl_backend.layers.embedding import VocabEmbedding
 from minisgl_backend.layers.experts import ExpertsMLP
 from minisgl_backend.models.decoder import Decoder
 from minisgl_backend.models.gated_delta_net import GatedDeltaNet
+from minisgl_backend.models.mamba import MambaMixer
 from minisgl_backend.models.token_mixing import SelfAttention, TokenMixer
 from minisgl_backend.plan import WHOLE_EVERY
 
@@ -41,8 +43,12 @@ def bytes_of_decode(model: Decoder, batch_size: int, context: int) -> int:
     return total
 
 
-def _bytes_of_row(mixer: TokenMixer, num_seen: int) -> int:
+def _bytes_of_row(mixer: TokenMixer | None, num_seen: int) -> int:
     """What token mixing reads and writes for a row that sees ``num_seen`` tokens."""
+    if mixer is None:
+        return 0
+    if isinstance(mixer, MambaMixer):
+        return 2 * (mixer.states.conv[0].nbytes + mixer.states.matrices[0].nbytes)
     if isinstance(mixer, GatedDeltaNet):
         num_bytes = mixer.states.conv[0].nbytes + mixer.states.matrices[0].nbytes
         return num_bytes + num_bytes // WHOLE_EVERY

@@ -61,9 +61,8 @@ def write_adapter(
 def adapted_shapes(spec: ModelSpec) -> Iterator[tuple[str, int, int]]:
     """Each projection that takes adapters: its name, outputs and inputs."""
     hidden, moe = spec.hidden_size, spec.moe
-    recurrent = frozenset() if spec.delta_net is None else spec.delta_net.layers
     for layer in range(spec.num_layers):
-        if layer not in recurrent:
+        if spec.attends(layer):
             heads = spec.kv_heads_of(layer)
             queries, keys = (n * heads.head_dim for n in (spec.num_heads, heads.num_kv_heads))
             attention = f"model.layers.{layer}.self_attn"
@@ -76,12 +75,15 @@ def adapted_shapes(spec: ModelSpec) -> Iterator[tuple[str, int, int]]:
                 if layer not in spec.keys_are_values:
                     yield f"{attention}.v_proj", keys, hidden
             yield f"{attention}.o_proj", hidden, queries
+        if not spec.has_part(layer, "feed-forward"):
+            continue
         block, inner = f"model.layers.{layer}.mlp", spec.intermediate_size_of(layer)
         if moe is not None and layer in moe.layers:
             shared = moe.experts.shared
             if shared is None:
                 continue
             block, inner = f"{block}.{shared.name}", shared.intermediate_size
-        yield f"{block}.gate_proj", inner, hidden
+        if spec.gate is not None:
+            yield f"{block}.gate_proj", inner, hidden
         yield f"{block}.up_proj", inner, hidden
         yield f"{block}.down_proj", hidden, inner

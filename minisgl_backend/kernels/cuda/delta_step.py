@@ -14,7 +14,7 @@ from torch import Tensor
 
 from minisgl_backend.kernels.cuda.module import CudaModule, address
 from minisgl_backend.kernels.dispatch import num_processors
-from minisgl_backend.kernels.gated_delta import DeltaInputs, DeltaWeights, LayerStates
+from minisgl_backend.kernels.gated_delta import DeltaInputs, DeltaStates, DeltaWeights
 from minisgl_backend.kernels.shared_memory import OF_HOPPER, most_bytes
 from minisgl_backend.plan import WHOLE_EVERY
 
@@ -87,7 +87,7 @@ class DeltaStepKernel:
         out: Tensor,
         inputs: DeltaInputs,
         weights: DeltaWeights,
-        states: LayerStates,
+        states: DeltaStates,
         slots: Tensor,
         positions: Tensor,
         *,

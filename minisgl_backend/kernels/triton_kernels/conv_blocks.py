@@ -1,4 +1,4 @@
-"""Gated DeltaNet for prompts: the causal convolution over blocks of tokens, in two launches:
+"""The causal convolution of layers with recurrent states, over blocks of tokens, in two launches:
 
     _conv_blocks      the convolution, and the inputs that snapshots keep
     _keep_inputs      the inputs that rows keep; only now have all blocks read the old ones
@@ -33,10 +33,12 @@ def _conv_blocks(
     blocks_ptr,
     runs_ptr,
     weight_ptr,
+    bias_ptr,
     x_stride,
     slot_stride,
     CHANNELS: tl.constexpr,
     WIDTH: tl.constexpr,
+    BIAS: tl.constexpr,
     TOKENS: tl.constexpr,  # of a program
     PART: tl.constexpr,  # channels of a program
 ):
@@ -65,8 +67,11 @@ def _conv_blocks(
         t = (start + token).to(tl.int64)
         x = tl.load(x_ptr + t * x_stride + c, mask=mask & (t < end), other=0.0)
         inputs += (x,)  # type: ignore[assignment]
+    begun = tl.zeros([PART], tl.float32)
+    if BIAS:
+        begun += tl.load(bias_ptr + c, mask=mask, other=0.0).to(tl.float32)
     for token in tl.static_range(TOKENS):
-        total = tl.zeros([PART], tl.float32)
+        total = begun
         for tap in tl.static_range(WIDTH):
             total += inputs[token + tap].to(tl.float32) * weights[tap]
         t = (start + token).to(tl.int64)
@@ -112,9 +117,15 @@ def _keep_inputs(
 
 
 def launch_conv_blocks(
-    out: Tensor, x: Tensor, states: Tensor, blocks: Tensor, runs: Tensor, weight: Tensor
+    out: Tensor,
+    x: Tensor,
+    states: Tensor,
+    blocks: Tensor,
+    runs: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
 ) -> None:
-    """See ``minisgl_backend.kernels.gated_delta.causal_conv_runs``."""
+    """See ``minisgl_backend.kernels.causal_conv.causal_conv_runs``."""
     channels, width = weight.shape
     assert states[0].is_contiguous() and weight.is_contiguous() and out.is_contiguous()
     part, tokens = 512, 16
@@ -125,10 +136,12 @@ def launch_conv_blocks(
         blocks,
         runs,
         weight,
+        bias,
         x.stride(0),
         states.stride(0),
         CHANNELS=channels,
         WIDTH=width,
+        BIAS=bias is not None,
         TOKENS=tokens,
         PART=part,
         num_warps=4,

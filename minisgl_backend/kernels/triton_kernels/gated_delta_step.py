@@ -12,6 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minisgl_backend.kernels.triton_kernels.conv_step import (
+    conv_begun,
+    conv_ended,
+    keep_inputs_of_token,
+)
 from minisgl_backend.kernels.triton_kernels.gated_delta_blocks import EPS, log_decay, silu, stored
 from minisgl_backend.kernels.triton_kernels.pdl import allow_next, launch_options, wait_previous
 from minisgl_backend.plan import WHOLE_EVERY
@@ -25,41 +30,6 @@ slower."""
 @triton.jit
 def _both(a, b, c, d):
     return a + c, b + d
-
-
-@triton.jit
-def _conv_begun(state_ptr, weight_ptr, c, mask, WIDTH: tl.constexpr):
-    """For channels ``c``: the convolution's sum over the inputs before the token's own, the weight
-    of the token's own input, and the inputs to keep, which are all but the oldest."""
-    total = tl.zeros_like(c).to(tl.float32)
-    stay = ()
-    for tap in tl.static_range(WIDTH - 1):
-        old = tl.load(state_ptr + c * (WIDTH - 1) + tap, mask=mask, other=0.0)
-        weight = tl.load(weight_ptr + c * WIDTH + tap, mask=mask, other=0.0)
-        total += old.to(tl.float32) * weight.to(tl.float32)
-        if tap > 0:
-            stay += (old,)  # type: ignore[assignment]  # Triton takes no annotation of a tuple
-    own = tl.load(weight_ptr + c * WIDTH + WIDTH - 1, mask=mask, other=0.0).to(tl.float32)
-    return total, own, stay
-
-
-@triton.jit
-def _conv_ended(begun, own, x):
-    """The convolution, completed with the token's own input ``x`` and rounded to its type."""
-    return silu(begun + own * x.to(tl.float32)).to(x.dtype).to(tl.float32)
-
-
-@triton.jit
-def _keep_inputs_of_token(state_ptr, stay, x, c, mask, WIDTH: tl.constexpr, FEW: tl.constexpr):
-    """Drop the oldest input of channels ``c``, and keep the inputs ``stay`` and ``x``."""
-    at = state_ptr + c * (WIDTH - 1)
-    for tap in tl.static_range(1, WIDTH - 1):
-        if FEW:
-            tl.store(at + tap - 1, stay[tap - 1], mask=mask)
-        else:
-            # a place is read and written by the same thread
-            tl.store(at + tap - 1, tl.load(at + tap, mask=mask, other=0.0), mask=mask)
-    tl.store(at + WIDTH - 2, x.to(state_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -162,9 +132,9 @@ def _step(
     of_q, of_k = key_head * K + i, (KEY_HEADS + key_head) * K + i
     of_v = 2 * KEY_HEADS * K + head * V + j
     row_inputs = inputs_ptr + slot * inputs_stride
-    q_begun, q_own, q_stay = _conv_begun(row_inputs, conv_ptr, of_q, in_k, WIDTH)
-    k_begun, k_own, k_stay = _conv_begun(row_inputs, conv_ptr, of_k, in_k, WIDTH)
-    v_begun, v_own, v_stay = _conv_begun(row_inputs, conv_ptr, of_v, in_v, WIDTH)
+    q_begun, q_own, q_stay = conv_begun(row_inputs, conv_ptr, of_q, in_k, WIDTH)
+    k_begun, k_own, k_stay = conv_begun(row_inputs, conv_ptr, of_k, in_k, WIDTH)
+    v_begun, v_own, v_stay = conv_begun(row_inputs, conv_ptr, of_v, in_v, WIDTH)
     log_rate, bias = tl.load(log_rates_ptr + head), tl.load(bias_ptr + head)
     norm = tl.load(norm_ptr + j, mask=in_v, other=0.0).to(tl.float32)
     if PDL:
@@ -176,9 +146,9 @@ def _step(
     z = tl.load(z_ptr + row * z_stride + head * V + j, mask=in_v, other=0.0).to(tl.float32)
     rate = tl.sigmoid(tl.load(b_ptr + row * b_stride + head).to(tl.float32))
     decay = tl.exp(log_decay(tl.load(a_ptr + row * a_stride + head), log_rate, bias))
-    q = _conv_ended(q_begun, q_own, q_input)
-    k = _conv_ended(k_begun, k_own, k_input)
-    v = _conv_ended(v_begun, v_own, v_input)
+    q = conv_ended(q_begun, q_own, q_input)
+    k = conv_ended(k_begun, k_own, k_input)
+    v = conv_ended(v_begun, v_own, v_input)
     if FEW:
         q_square, k_square = tl.reduce((q * q, k * k), 0, _both)
         q *= tl.rsqrt(q_square + EPS) * scale
@@ -208,14 +178,14 @@ def _step(
     found *= tl.rsqrt(tl.sum(found * found) / V + eps) * norm * silu(z)
     to = out_ptr + (row * HEADS + head) * V + j
     tl.store(to, found.to(out_ptr.dtype.element_ty), mask=in_v)
-    _keep_inputs_of_token(row_inputs, v_stay, v_input, of_v, in_v, WIDTH, FEW)
+    keep_inputs_of_token(row_inputs, v_stay, v_input, of_v, in_v, WIDTH, FEW)
     replaces = in_k
     if HEADS > KEY_HEADS:
         is_last = tl.sum(tl.where(i == 0, before, 0)) == HEADS // KEY_HEADS - 1
         tl.store(readers, 0, mask=is_last)
         replaces = in_k & is_last
-    _keep_inputs_of_token(row_inputs, q_stay, q_input, of_q, replaces, WIDTH, FEW)
-    _keep_inputs_of_token(row_inputs, k_stay, k_input, of_k, replaces, WIDTH, FEW)
+    keep_inputs_of_token(row_inputs, q_stay, q_input, of_q, replaces, WIDTH, FEW)
+    keep_inputs_of_token(row_inputs, k_stay, k_input, of_k, replaces, WIDTH, FEW)
 
 
 def launch_step(
@@ -236,7 +206,7 @@ def launch_step(
 ) -> None:
     """See ``minisgl_backend.kernels.gated_delta.delta_step``. ``weights``: the convolution's
     weight, the decay's log rates and biases, and the norm's weight. ``states``: the fields of a
-    ``LayerStates``, and ``pending`` those of its ``PendingCorrections``."""
+    ``DeltaStates``, and ``pending`` those of its ``PendingCorrections``."""
     conv, (inputs, matrices, readers) = weights[0], states
     num_rows, (num_heads, key_dim, value_dim) = len(slots), matrices.shape[1:]
     if num_rows == 0:

@@ -27,6 +27,7 @@ def _grouped_linear(
     ALPHA: tl.constexpr,  # of a clamped gate
     LIMIT: tl.constexpr,  # of a clamped gate; None for SiLU and GELU
     GELU: tl.constexpr,
+    SQUARES_RELU: tl.constexpr,  # of what has no gates
     STAGES: tl.constexpr,
 ):
     # neighbours in the grid share an expert's columns, so that these stay in the cache
@@ -72,6 +73,9 @@ def _grouped_linear(
             acc = tl.minimum(acc, LIMIT)
             acc_up = tl.minimum(tl.maximum(acc_up, -LIMIT), LIMIT)
             y = (acc_up + 1) * acc * tl.sigmoid(ALPHA * acc)
+    if SQUARES_RELU:
+        y = tl.maximum(acc, 0.0)
+        y *= y
     to = out_ptr + pair.to(tl.int64)[:, None] * out_features + column[None, :]
     tl.store(to, y.to(out_ptr.dtype.element_ty), mask=held[:, None] & in_columns[None, :])
 
@@ -87,12 +91,14 @@ def launch_grouped_linear(
     block: int,
     top_k: int,
     gate: Gate | ClampedGate | None,
+    squares_relu: bool = False,
 ) -> None:
     """``out`` [num_pairs, out_features]: row p is x[p // top_k] through the expert of pair p.
 
     ``weight`` [num_experts, height, in_features]; ``pairs`` and ``experts`` are a
     ``kernels.routing.Alignment`` in blocks of ``block``; ``bias`` [num_experts, height]. With a
-    ``gate``, ``weight`` holds gates and then ups, and ``out`` is half as wide.
+    ``gate``, ``weight`` holds gates and then ups, and ``out`` is half as wide. Without one the
+    result may be the square of ReLU.
     """
     num_pairs, out_features = out.shape
     if num_pairs == 0:
@@ -119,6 +125,7 @@ def launch_grouped_linear(
         ALPHA=None if clamped is None else clamped.alpha,
         LIMIT=None if clamped is None else clamped.limit,
         GELU=gate == "gelu",
+        SQUARES_RELU=squares_relu,
         STAGES=4 if block >= 64 else 3,
         num_warps=4,
     )

@@ -236,6 +236,27 @@ def launch_gated_mul(out: Tensor, gate: Tensor, up: Tensor, *, gelu: bool, pdl: 
 
 
 @triton.jit
+def _squared_relu(out_ptr, x_ptr, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    if PDL:
+        allow_next()
+        wait_previous()
+    x = tl.maximum(tl.load(x_ptr + i, mask=i < size, other=0.0).to(tl.float32), 0.0)
+    tl.store(out_ptr + i, (x * x).to(out_ptr.dtype.element_ty), mask=i < size)
+
+
+def launch_squared_relu(out: Tensor, x: Tensor, *, pdl: bool) -> None:
+    """See ``minisgl_backend.kernels.activation.squared_relu``."""
+    size = x.numel()
+    if size == 0:
+        return
+    assert x.is_contiguous() and out.is_contiguous()
+    block = 1024
+    grid = (triton.cdiv(size, block),)
+    _squared_relu[grid](out, x, size, BLOCK=block, PDL=pdl, num_warps=4, **launch_options(pdl))
+
+
+@triton.jit
 def _soft_cap(x_ptr, x_stride, size, cap, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

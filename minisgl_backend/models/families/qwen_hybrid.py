@@ -118,7 +118,7 @@ def _hybrid_fields(config: ConfigReader) -> tuple[dict[str, Any], DeltaSpec]:
         **attention_biases(config),
         "gated_attention": True,
         "norm_offset": 1.0,
-        "delta_net": delta if linear else None,
+        "recurrent": delta if linear else None,
     }
     return fields | more, delta
 

@@ -178,9 +178,9 @@ class Layers:
         self.attention = choose.choose_attention("triton", setting)
         self.model.bind_pages(self.storage.layers)
         self.states: StateStorage | None = None
-        if spec.delta_net is not None:
+        if spec.recurrent is not None:
             self.states = StateStorage(
-                spec.delta_net,
+                spec.recurrent,
                 num_rows=MAX_ROWS,
                 num_snapshots=2,
                 dtype=torch.float32,

@@ -6,14 +6,13 @@ import pytest
 import torch
 from transformers.models.qwen3_5 import modeling_qwen3_5 as theirs
 
+from minisgl_backend.kernels.causal_conv import causal_conv, causal_conv_step_reference
 from minisgl_backend.kernels.delta_runs import Run, Runs
 from minisgl_backend.kernels.gated_delta import (
     DeltaInputs,
+    DeltaStates,
     DeltaWeights,
-    LayerStates,
     PendingCorrections,
-    causal_conv,
-    causal_conv_step_reference,
     delta_rule,
     delta_rule_step,
     delta_runs,
@@ -101,7 +100,7 @@ def test_runs_give_what_steps_give() -> None:
     conv = torch.randn(6, width, 3, generator=draw)
     matrices = torch.randn(6, HEADS, KEY_DIM, VALUE_DIM, generator=draw)
     states, before = (
-        LayerStates(
+        DeltaStates(
             conv.clone(),
             matrices.clone(),
             torch.zeros(6, KEY_HEADS, dtype=torch.int32),

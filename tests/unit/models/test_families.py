@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +14,7 @@ from minisgl_backend.errors import ConfigError
 from minisgl_backend.experts_spec import ExpertsSpec, RoutingRule, SharedExpert
 from minisgl_backend.gates import ClampedGate
 from minisgl_backend.models.catalog import ARCHITECTURES, parse_spec
-from minisgl_backend.models.spec import LayerInputs, MoeSpec, QueryGrowth
+from minisgl_backend.models.spec import DeltaSpec, LayerInputs, MambaSpec, MoeSpec, QueryGrowth
 from minisgl_bench.dummy_model import SHAPES
 from tests.unit.models.config_jsons import (
     DOTS_LLM1,
@@ -47,6 +49,8 @@ from tests.unit.models.config_jsons import (
     MISTRAL_7B,
     MISTRAL_SMALL_3_1,
     MIXTRAL_8X7B,
+    NEMOTRON_3_NANO_30B_A3B,
+    NEMOTRON_NANO_9B_V2,
     OLMO_2_7B,
     OLMO_3_7B,
     OLMOE_1B_7B,
@@ -447,7 +451,7 @@ def test_experts_of_qwen3_5() -> None:
     shared = SharedExpert(name="shared_expert", intermediate_size=512, gated=True)
     experts = ExpertsSpec(routing=rule, intermediate_size=512, shared=shared)
     assert spec.moe == MoeSpec(experts=experts, layers=frozenset(range(40)))
-    assert spec.delta_net is not None and 3 not in spec.delta_net.layers
+    assert spec.recurrent is not None and 3 not in spec.recurrent.layers
     assert 34 < spec.num_parameters / 1e9 < 36
     dense = {**QWEN_3_5_MOE, "architectures": ["Qwen3_5ForCausalLM"], "intermediate_size": 6144}
     assert parse_spec(dense).moe is None
@@ -477,8 +481,64 @@ def test_a_checkpoint_may_name_the_type_of_states(given: dict[str, Any], expecte
         {**outer, "text_config": plain},
         {**outer, **given, "text_config": QWEN_3_5_MOE},
     ):
-        delta = parse_spec(config).delta_net
+        delta = parse_spec(config).recurrent
         assert delta is not None and delta.state_dtype == expected
+
+
+def test_layers_of_nemotron_nano() -> None:
+    spec = parse_spec(NEMOTRON_NANO_9B_V2)
+    assert spec.num_layers == 56 and set(spec.ropes) == {None} and spec.gate is None
+    assert spec.attention_layers == (14, 21, 30, 39) and spec.moe is None
+    assert spec.single_parts.count("feed-forward") == 25
+    mamba = spec.recurrent
+    assert isinstance(mamba, MambaSpec) and len(mamba.layers) == 27
+    assert mamba.matrices == (128, 80, 128) and mamba.num_channels == 12_288
+    assert mamba.time_steps == (0.0, math.inf) and mamba.conv_bias and not mamba.bias
+    assert mamba.of_rank(8).matrices == (16, 80, 128)
+    assert 8.8 < spec.num_parameters / 1e9 < 8.9
+    kinds = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
+    pattern = NEMOTRON_NANO_9B_V2["hybrid_override_pattern"]
+    without = {k: v for k, v in NEMOTRON_NANO_9B_V2.items() if k != "hybrid_override_pattern"}
+    spelled = {**without, "layers_block_type": [kinds[letter] for letter in pattern]}
+    infinite = {"time_step_limit": [0.0, {"__float__": "Infinity"}]}
+    assert parse_spec({**spelled, **infinite, "num_hidden_layers": 7}) == spec
+
+
+def test_experts_of_nemotron_3_nano() -> None:
+    spec = parse_spec(NEMOTRON_3_NANO_30B_A3B)
+    rule = RoutingRule(
+        num_experts=128, top_k=6, normalize=True, sigmoid=True, corrected=True, scale=2.5
+    )
+    shared = SharedExpert(name="shared_experts", intermediate_size=3712)
+    experts = ExpertsSpec(routing=rule, intermediate_size=1856, shared=shared, gate=None)
+    assert spec.moe is not None and spec.moe.experts == experts and len(spec.moe.layers) == 23
+    assert 31 < spec.num_parameters / 1e9 < 32
+    assert 2.8 < spec.num_active_parameters / 1e9 < 2.9
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"hybrid_override_pattern": "M-X*"}, "hybrid_override_pattern must be up to 1024 of M"),
+        ({"hybrid_override_pattern": "M-M-"}, "not supported if no layer has attention"),
+        (
+            {"layers_block_type": ["mamba", "rwkv"]},
+            "layers_block_type must be up to 1024 of",
+        ),
+        ({"time_step_limit": [0.1, 0.1]}, "time_step_limit must be two numbers >= 0 in ascending"),
+        ({"time_step_limit": 0.1}, "time_step_limit must be two numbers"),
+        ({"mlp_hidden_act": "silu"}, "mlp_hidden_act 'silu' is not supported, only 'relu2'"),
+        ({"mamba_hidden_act": "gelu"}, "mamba_hidden_act 'gelu' is not supported"),
+        ({"attention_bias": True}, "attention_bias True is not supported"),
+        ({"sliding_window": 512}, "sliding_window 512 is not supported"),
+        ({"moe_latent_size": 1024}, "moe_latent_size must be absent"),
+        ({"mlp_bias": True}, "mlp_bias True is not supported"),
+        ({"n_groups": 6}, "64 heads of Mamba cannot share 6 groups"),
+    ],
+)
+def test_what_nemotron_must_not_say(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        parse_spec({**NEMOTRON_3_NANO_30B_A3B, **given})
 
 
 def test_experts_and_projections_of_qwen3_next() -> None:
@@ -490,9 +550,9 @@ def test_experts_and_projections_of_qwen3_next() -> None:
     shared = SharedExpert(name="shared_expert", intermediate_size=512, gated=True)
     experts = ExpertsSpec(routing=rule, intermediate_size=512, shared=shared)
     assert spec.moe == MoeSpec(experts=experts, layers=frozenset(range(48)))
-    assert spec.delta_net is not None
-    assert set(spec.names.by_head.values()) == {spec.delta_net.num_key_heads} == {16}
-    assert spec.delta_net.layers == frozenset(range(48)) - frozenset(range(3, 48, 4))
+    assert isinstance(spec.recurrent, DeltaSpec)
+    assert set(spec.names.by_head.values()) == {spec.recurrent.num_key_heads} == {16}
+    assert spec.recurrent.layers == frozenset(range(48)) - frozenset(range(3, 48, 4))
     assert (spec.head_dim, spec.num_kv_heads, spec.rope.rotated) == (256, 2, 0.25)
     assert 79 < spec.num_parameters / 1e9 < 80.5
     some = parse_spec({**text, **sizes, "decoder_sparse_step": 2, "mlp_only_layers": [1]})
@@ -1069,7 +1129,7 @@ def test_every_architecture_is_tested() -> None:
         *(GRANITE_SWASH_2B, GRANITE_SWASH_3B_A600M, TRINITY_NANO),
         {**GRANITE_3_1_3B_A800M, "architectures": ["GraniteMoeSharedForCausalLM"]},
         *(K_EXAONE, {**K_EXAONE, "architectures": ["ExaoneMoeForCausalLM"]}),
-        *(HYPERCLOVA_X_SEED_THINK_14B, INTERNLM3_8B, IQUEST_CODER_40B),
+        *(HYPERCLOVA_X_SEED_THINK_14B, INTERNLM3_8B, IQUEST_CODER_40B, NEMOTRON_NANO_9B_V2),
     )
     found = {parse_spec(config).architecture for config in configs}
     hybrid = {name for name in ARCHITECTURES if name.startswith(("Qwen3_5", "Qwen3Next"))}

@@ -144,7 +144,7 @@ def pages_of(model: Decoder) -> list[PagedKV]:
     + [(case, True) for case in ("hunyuan-yarn", "hunyuan-moe", "olmoe")]
     + [(case, True) for case in ("exaone-moe-groups", "hy-v3", "hyperclova", "mellum")]
     + [(case, True) for case in ("granite-shared", "granite-swa", "granite-moe-swa-shared")]
-    + [("afmoe", True)],
+    + [("afmoe", True), ("nemotron-h", True), ("nemotron-h-experts", True)],
 )
 @pytest.mark.parametrize("length", [5, 40])
 def test_a_prompt_then_a_token(case: str, length: int, fused: bool, tmp_path: Path) -> None:
@@ -882,7 +882,7 @@ def check_prompt_then_token(
     length = len(ids) - 1
     run: RecurrentRows | None = None
     step: RecurrentRows | None = None
-    if (recurrent := ours.spec.delta_net) is not None:
+    if (recurrent := ours.spec.recurrent) is not None:
         of_rank = recurrent.of_rank(ours.group.size)
         states = StateStorage(
             of_rank,

@@ -1,0 +1,264 @@
+"""Mamba 2: a state that decays, to which each token adds, and which each token reads.
+
+A head keeps S [head_dim, state_size]. A token with value x [head_dim], step dt > 0, and vectors
+B and C [state_size], which all heads of a group share, updates and reads it by (arXiv 2405.21060)
+
+    S = exp(a dt) S + dt x B^T;  y = S C + d x
+
+with a < 0 and d learned for each head. Then y is multiplied by SiLU of a gate z, and normalized
+over the heads of a group. Before all this x, B and C go through a causal convolution
+(``causal_conv``).
+
+Several tokens of one sequence are computed in blocks. Within a block what a token reads of the
+others is a matrix of products C B^T, weighted by decays and steps, so everything is GEMMs. Only the
+state goes from one block to the next.
+
+Knows only tensors and slots of states. States and sums are computed in float32, whatever the dtype
+of the inputs; the kernels' GEMMs over blocks take operands of that dtype. In slots S may have 16
+bits: then it is rounded whenever it is written.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minisgl_backend.kernels.causal_conv import (
+    causal_conv_runs,
+    causal_conv_runs_reference,
+    causal_conv_step_reference,
+)
+from minisgl_backend.kernels.delta_runs import BLOCK, Runs
+from minisgl_backend.kernels.dispatch import use_triton
+from minisgl_backend.kernels.layer_states import LayerStates, rows_of, stored
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MambaWeights:
+    """The weights of a layer other than its projections.
+
+    ``conv`` [num_channels, width] and ``conv_bias`` [num_channels] are the convolution's; the last
+    column is for the token itself. ``log_rates`` (of decay), ``biases`` (of steps) and ``skips``
+    (d above) are [num_heads]. ``norm`` [num_heads * head_dim] is the weight of the output's norm,
+    and ``eps`` that norm's. Steps are clamped to ``time_steps``.
+    """
+
+    num_groups: int
+    conv: Tensor
+    conv_bias: Tensor | None
+    log_rates: Tensor
+    biases: Tensor
+    skips: Tensor
+    norm: Tensor
+    eps: float
+    time_steps: tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MambaInputs:
+    """The projections of tokens. A token's numbers are contiguous; tokens may be strided.
+
+    ``z`` [num_tokens, num_heads * head_dim] is the output's gate. ``channels`` [num_tokens,
+    num_channels], before the convolution: the values x of all heads, then B and C of all groups.
+    ``steps`` [num_tokens, num_heads], before their bias and softplus.
+    """
+
+    z: Tensor
+    channels: Tensor
+    steps: Tensor
+
+
+def mamba_step(
+    out: Tensor,
+    inputs: MambaInputs,
+    weights: MambaWeights,
+    states: LayerStates,
+    slots: Tensor,
+    *,
+    pdl: bool = False,
+) -> None:
+    """The layer between its projections for the first tokens, one per row, whose ``states`` are
+    updated in place.
+
+    ``out`` [num_tokens, num_heads * head_dim] gets the result. ``slots`` int64 [num_rows] is -1 for
+    a token that is left to others. With ``pdl`` the kernel before this one must not write
+    ``states`` or ``slots``.
+    """
+    if not use_triton(out):
+        mamba_step_reference(out, inputs, weights, states, slots)
+        return
+    from minisgl_backend.kernels.triton_kernels.mamba_step import launch_mamba_step
+
+    launch_mamba_step(
+        out,
+        (inputs.z, inputs.channels, inputs.steps),
+        (weights.conv, weights.conv_bias),
+        (weights.log_rates, weights.biases, weights.skips, weights.norm),
+        (states.conv, states.matrices),
+        slots,
+        num_groups=weights.num_groups,
+        eps=weights.eps,
+        time_steps=weights.time_steps,
+        pdl=pdl,
+    )
+
+
+def mamba_runs(
+    out: Tensor, inputs: MambaInputs, weights: MambaWeights, states: LayerStates, runs: Runs
+) -> None:
+    """The same for the tokens of ``runs``. All tokens after them are padding, and get zeros."""
+    if not use_triton(out):
+        mamba_runs_reference(out, inputs, weights, states, runs)
+        return
+    from minisgl_backend.kernels.triton_kernels.mamba_blocks import launch_mamba_blocks
+
+    channels = inputs.channels
+    convolved = torch.empty(channels.shape, dtype=channels.dtype, device=channels.device)
+    causal_conv_runs(convolved, channels, states.conv, runs, weights.conv, weights.conv_bias)
+    launch_mamba_blocks(
+        out,
+        (inputs.z, convolved, inputs.steps),
+        (weights.log_rates, weights.biases, weights.skips, weights.norm),
+        states.matrices,
+        runs.blocks,
+        runs.lines,
+        num_groups=weights.num_groups,
+        eps=weights.eps,
+        time_steps=weights.time_steps,
+    )
+
+
+def mamba_step_reference(
+    out: Tensor, inputs: MambaInputs, weights: MambaWeights, states: LayerStates, slots: Tensor
+) -> None:
+    """The twin of ``mamba_step``."""
+    convolved = torch.empty_like(inputs.channels)
+    causal_conv_step_reference(
+        convolved, inputs.channels, states.conv, slots, weights.conv, weights.conv_bias
+    )
+    of_rows, slots = rows_of(slots)
+    x, writers, readers = _parts(convolved[of_rows], weights, states.matrices)
+    steps, decays = _rates(inputs.steps[of_rows], weights)
+    found = scan_step(x, writers, readers, steps, decays, states.matrices, slots)
+    found += x * weights.skips.float()[:, None]
+    out[of_rows] = _gated(found, inputs.z[of_rows], weights).to(out.dtype)
+
+
+def mamba_runs_reference(
+    out: Tensor, inputs: MambaInputs, weights: MambaWeights, states: LayerStates, runs: Runs
+) -> None:
+    """The twin of ``mamba_runs``."""
+    convolved, matrices = torch.empty_like(inputs.channels), states.matrices
+    causal_conv_runs_reference(
+        convolved, inputs.channels, states.conv, runs, weights.conv, weights.conv_bias
+    )
+    each = *_parts(convolved, weights, matrices), *_rates(inputs.steps, weights)
+    out[int(runs.blocks[-1, 1]) :] = 0
+    for run in runs.listed():
+        state = torch.zeros_like(matrices[0]) if run.is_fresh else matrices[run.slot]
+        state = state.float()
+        begin = run.begin
+        for end, slot in (*run.kept, (run.end, run.slot)):
+            if begin < end:
+                x, writers, readers, steps, decays = (of_all[begin:end] for of_all in each)
+                found, state = scan(x, writers, readers, steps, decays, state)
+                found += x * weights.skips.float()[:, None]
+                out[begin:end] = _gated(found, inputs.z[begin:end], weights)
+            matrices[slot] = stored(state, matrices.dtype)
+            begin = end
+
+
+def _parts(
+    convolved: Tensor, weights: MambaWeights, matrices: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x [num_tokens, num_heads, head_dim], B and C [num_tokens, num_groups, state_size], in
+    float32."""
+    num_heads, head_dim, state_size = matrices.shape[1:]
+    inner, of_groups = num_heads * head_dim, weights.num_groups * state_size
+    x, writers, readers = convolved.float().tensor_split([inner, inner + of_groups], dim=1)
+    groups = len(x), weights.num_groups, state_size
+    return x.reshape(len(x), num_heads, head_dim), writers.reshape(groups), readers.reshape(groups)
+
+
+def _rates(steps: Tensor, weights: MambaWeights) -> tuple[Tensor, Tensor]:
+    """The steps, and the logs of the decays, float32 [num_tokens, num_heads]."""
+    wide = F.softplus(steps.float() + weights.biases.float()).clamp(*weights.time_steps)
+    return wide, -weights.log_rates.float().exp() * wide
+
+
+def _gated(found: Tensor, z: Tensor, weights: MambaWeights) -> Tensor:
+    """What the heads read, [num_tokens, num_heads, head_dim], gated and normalized over the heads
+    of each group: float32 [num_tokens, num_heads * head_dim]."""
+    opened = found.flatten(1) * F.silu(z.float())
+    opened = opened.view(len(z), weights.num_groups, -1)
+    wide = F.rms_norm(opened, opened.shape[-1:], None, weights.eps)
+    return wide.flatten(1) * weights.norm
+
+
+def scan(
+    x: Tensor, writers: Tensor, readers: Tensor, steps: Tensor, decays: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """What one sequence's tokens read of the state, without d x, and the state after them.
+
+    ``x`` [num_tokens, num_heads, head_dim]; ``writers`` and ``readers``, B and C, [num_tokens,
+    num_groups, state_size]; ``steps`` and ``decays``, which are logs, [num_tokens, num_heads];
+    ``state`` [num_heads, head_dim, state_size]. All are float32. Returns the shapes of ``x`` and
+    ``state``.
+    """
+    num_tokens, num_heads, head_dim = x.shape
+    num_groups = writers.shape[1]
+    sharing = num_heads // num_groups
+    padding = -num_tokens % BLOCK
+
+    def blocks(of_tokens: Tensor) -> Tensor:
+        """[num_tokens, n, ...] -> [num_blocks, n, BLOCK, ...]"""
+        padded = F.pad(of_tokens, (0, 0) * (of_tokens.dim() - 1) + (0, padding))
+        return padded.view(-1, BLOCK, *of_tokens.shape[1:]).transpose(1, 2)
+
+    values, since = blocks(x * steps[..., None]), blocks(decays).cumsum(-1)
+    writers, readers = blocks(writers), blocks(readers)  # [num_blocks, num_groups, BLOCK, ...]
+    between = since[..., :, None] - since[..., None, :]  # from the column's token to the row's
+    causal = torch.ones(BLOCK, BLOCK, dtype=torch.bool, device=x.device).tril()
+    between = between.masked_fill(~causal, -torch.inf).exp()
+    products = (readers @ writers.mT).repeat_interleave(sharing, dim=1)
+    found = (products * between) @ values  # [num_blocks, num_heads, BLOCK, head_dim]
+    # what each block adds to the state, and how much it keeps of it
+    left = values * (since[..., -1:] - since).exp()[..., None]
+    left = left.view(-1, num_groups, sharing, BLOCK, head_dim).transpose(2, 3).flatten(3)
+    added = left.mT @ writers  # [num_blocks, num_groups, sharing * head_dim, state_size]
+    kept = since[..., -1].exp()[..., None, None]  # [num_blocks, num_heads, 1, 1]
+    before = torch.empty_like(added)
+    for block, of_block in enumerate(added):
+        before[block] = state.view_as(of_block)
+        state = state * kept[block] + of_block.view_as(state)
+    read = readers @ before.mT  # [num_blocks, num_groups, BLOCK, sharing * head_dim]
+    read = read.view(-1, num_groups, BLOCK, sharing, head_dim).transpose(2, 3).flatten(1, 2)
+    found += read * since.exp()[..., None]
+    return found.transpose(1, 2).flatten(0, 1)[:num_tokens], state
+
+
+def scan_step(
+    x: Tensor,
+    writers: Tensor,
+    readers: Tensor,
+    steps: Tensor,
+    decays: Tensor,
+    states: Tensor,
+    slots: Tensor,
+) -> Tensor:
+    """The same for one token each of several rows, whose ``states`` are updated in place.
+
+    Arguments are as in ``scan``, with rows in place of tokens; ``states`` are
+    ``LayerStates.matrices``; ``slots`` int64 [num_rows].
+    """
+    sharing = x.shape[1] // writers.shape[1]
+    # [num_rows, num_heads, state_size]
+    writers, readers = (each.repeat_interleave(sharing, dim=1) for each in (writers, readers))
+    state = states[slots].float() * decays.exp()[..., None, None]
+    state += (x * steps[..., None])[..., None] * writers[..., None, :]
+    states[slots] = stored(state, states.dtype)
+    found: Tensor = state @ readers[..., None]  # [num_rows, num_heads, head_dim, 1]
+    return found.squeeze(-1)

@@ -1,0 +1,49 @@
+"""What families with Mamba 2 layers have in common: how config.json spells these layers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Final
+
+from minisgl_backend.models.config_json import ConfigReader
+from minisgl_backend.models.spec import MambaSpec
+
+_STATE_DTYPES: Final = ("float32", "bfloat16", "float16")
+_INFINITY: Final = {"__float__": "Infinity"}
+"""As transformers writes it."""
+_KINDS: Final = {"mamba": "linear_attention", "attention": "full_attention"}
+"""Former names of kinds of layers, with those that transformers has written since version 5."""
+
+
+def read_kinds(value: Sequence[Any]) -> list[str]:
+    """Kinds of layers by their present names."""
+    return [_KINDS.get(kind, kind) for kind in map(str, value)]
+
+
+def read_state_dtype(config: ConfigReader, key: str) -> str:
+    """The type that the checkpoint names for states, if slots can have it."""
+    named = config.values.get(key)
+    return named if named in _STATE_DTYPES else "float32"
+
+
+def read_time_steps(config: ConfigReader) -> tuple[float, float]:
+    """The least and the largest step: ``time_step_limit``, by default without limits."""
+    value = config.values.get("time_step_limit", [0.0, math.inf])
+    given = value if isinstance(value, (list, tuple)) else []
+    found = [math.inf if limit == _INFINITY else limit for limit in given]
+    are_numbers = all(type(limit) in (int, float) for limit in found)
+    if len(found) != 2 or not are_numbers or not 0 <= found[0] < found[1]:
+        raise config.error("time_step_limit", "two numbers >= 0 in ascending order", value)
+    return float(found[0]), float(found[1])
+
+
+def merged_parts(module: str, shape: MambaSpec) -> dict[str, dict[str, int]]:
+    """The projections that the tensors of a Mamba 2 layer hold, with their numbers of outputs, by
+    the end of a module's name; ``module`` is that of the layer's."""
+    channels = {"x": shape.inner_size, "b": shape.group_size, "c": shape.group_size}
+    parts = {"z": shape.inner_size, **channels, "dt": shape.num_heads}
+    return {
+        f"{module}.in_proj": {f"in_proj_{part}": size for part, size in parts.items()},
+        f"{module}.conv1d": {f"conv_{part}": size for part, size in channels.items()},
+    }

@@ -1,0 +1,195 @@
+"""Mamba 2 for one token a row, and for runs of tokens, against the twins."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+
+from minisgl_backend.kernels import mamba
+from minisgl_backend.kernels.delta_runs import Run, Runs, num_blocks, runs_table
+from minisgl_backend.kernels.dispatch import is_interpreted
+from minisgl_backend.kernels.layer_states import LayerStates
+from minisgl_backend.kernels.mamba import MambaInputs, MambaWeights
+from tests.gpu.compare import TOLERANCE, assert_close, relative_error
+
+TINY = (2, 4, 24, 20)
+"""Groups, heads, values of a head and numbers of a state for each."""
+SHAPES = (
+    [TINY, (1, 2, 40, 64)]
+    if is_interpreted()
+    else [TINY, (8, 128, 80, 128), (8, 64, 64, 128), (1, 48, 64, 128), (1, 24, 128, 256)]
+)
+OF_16_BITS = [torch.bfloat16, torch.float16]
+NO_LIMITS = (0.0, math.inf)
+
+
+def num_channels(shape: tuple[int, ...]) -> int:
+    groups, heads, head_dim, state_size = shape
+    return heads * head_dim + 2 * groups * state_size
+
+
+def made_weights(
+    shape: tuple[int, ...], device: torch.device, dtype: torch.dtype, *, width: int = 4
+) -> MambaWeights:
+    groups, heads, head_dim, _ = shape
+    channels = num_channels(shape)
+    conv = (torch.randn(channels, width, device=device) / width).to(dtype)
+    conv_bias = torch.randn(channels, device=device).to(dtype)
+    rates, biases, skips = torch.randn(3, heads, device=device).to(dtype)
+    norm = (1 + 0.1 * torch.randn(heads * head_dim, device=device)).to(dtype)
+    return MambaWeights(groups, conv, conv_bias, rates, biases, skips, norm, 1e-5, NO_LIMITS)
+
+
+def made_inputs(
+    shape: tuple[int, ...], num_tokens: int, device: torch.device, dtype: torch.dtype
+) -> MambaInputs:
+    """Inputs as a layer has them: parts of wider rows."""
+    _, heads, head_dim, _ = shape
+    parts = (heads * head_dim, num_channels(shape), heads, 5)
+    projected = torch.randn(num_tokens, sum(parts), device=device).to(dtype)
+    z, channels, steps, _ = projected.split(parts, dim=1)
+    return MambaInputs(z, channels, steps)
+
+
+def made_states(
+    shape: tuple[int, ...],
+    slots: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    width: int = 4,
+    state_dtype: torch.dtype = torch.float32,
+) -> tuple[LayerStates, LayerStates]:
+    """The same states twice, as a layer between others has them."""
+    _, heads, head_dim, state_size = shape
+    conv = torch.randn(slots, 3, num_channels(shape), width - 1, device=device).to(dtype)
+    matrices = torch.randn(slots, 3, heads, head_dim, state_size, device=device).to(state_dtype)
+    one, other = (LayerStates(conv.clone()[:, 1], matrices.clone()[:, 1]) for _ in range(2))
+    return one, other
+
+
+@pytest.mark.parametrize(
+    ("shape", "width", "state_dtype"),
+    [*product(SHAPES, [2, 4], [torch.float32]), *product(SHAPES[:2], [4], OF_16_BITS)],
+)
+def test_mamba_step(
+    device: torch.device,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    width: int,
+    state_dtype: torch.dtype,
+) -> None:
+    """Each step finds the states of the one before; other rows and slots stay as they are."""
+    weights = made_weights(shape, device, dtype, width=width)
+    states, wanted = made_states(shape, 6, device, dtype, width=width, state_dtype=state_dtype)
+    begun = states.matrices.clone()
+    slots = torch.tensor([4, -1, 2], device=device)
+    for _ in range(width):
+        inputs = made_inputs(shape, len(slots), device, dtype)
+        out, expected = (torch.full_like(inputs.z, 7.0).contiguous() for _ in range(2))
+        mamba.mamba_step_reference(expected, inputs, weights, wanted, slots)
+        mamba.mamba_step(out, inputs, weights, states, slots)
+        assert_close(out, expected, tolerance=2 * max(TOLERANCE[dtype], TOLERANCE[state_dtype]))
+        assert (out[1] == 7).all()
+        assert torch.equal(states.conv, wanted.conv)
+    for slot in (2, 4):
+        error = relative_error(states.matrices[slot], wanted.matrices[slot])
+        assert error < 2 * max(1e-3, TOLERANCE[state_dtype])  # the interpreter truncates bfloat16
+    assert torch.equal(states.matrices[[0, 1, 3, 5]], begun[[0, 1, 3, 5]])
+
+
+@pytest.mark.parametrize("limits", [(0.5, math.inf), (0.25, 0.75)])
+@pytest.mark.parametrize("biased", [True, False])
+def test_steps_have_limits(
+    device: torch.device, dtype: torch.dtype, limits: tuple[float, float], biased: bool
+) -> None:
+    weights = replace(made_weights(TINY, device, dtype), time_steps=limits)
+    weights = weights if biased else replace(weights, conv_bias=None)
+    states, wanted = made_states(TINY, 2, device, dtype)
+    inputs = made_inputs(TINY, 70, device, dtype)
+    inputs.steps.mul_(3)
+    out, expected = (torch.empty_like(inputs.z).contiguous() for _ in range(2))
+    slots = torch.tensor([1], device=device)
+    runs = Runs.of([Run(1, 70, 0, 0)], lambda array: torch.from_numpy(array).to(device))
+    mamba.mamba_step_reference(expected, inputs, weights, wanted, slots)
+    mamba.mamba_runs_reference(expected, inputs, weights, wanted, runs)
+    mamba.mamba_step(out, inputs, weights, states, slots)
+    mamba.mamba_runs(out, inputs, weights, states, runs)
+    tolerance = 5e-5 if dtype == torch.float32 else 2 * TOLERANCE[dtype]
+    assert relative_error(out, expected) < tolerance
+    assert relative_error(states.matrices, wanted.matrices) < tolerance
+
+
+RUNS = [
+    (Run(0, 1, 3, 0),),
+    (Run(0, 2, 3, 5, ((1, 5),)), Run(2, 4, 1, 0, ((3, 6), (4, 7)))),
+    (Run(0, 64, 2, 16), Run(64, 129, 0, 0), Run(129, 131, 1, 7)),
+    (Run(5, 205, 1, 33, ((21, 4), (85, 5), (205, 6))), Run(205, 268, 0, 0, ((253, 7),))),
+]
+"""Tokens before the first are those of decoding rows."""
+
+
+@pytest.mark.parametrize(
+    ("shape", "runs", "padding", "state_dtype"),
+    [
+        *product(SHAPES, RUNS, [0, 3], [torch.float32]),
+        *product(SHAPES[:2], RUNS[-1:], [0], OF_16_BITS),
+    ],
+)
+def test_mamba_runs(
+    device: torch.device,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    runs: tuple[Run, ...],
+    padding: int,
+    state_dtype: torch.dtype,
+) -> None:
+    end = runs[-1].end
+    table = runs_table(runs, num_blocks(runs) + padding, len(runs) + padding, end=end)
+    many = Runs.over(torch.from_numpy(table).to(device), len(runs) + padding)
+    inputs = made_inputs(shape, end + 9 * padding, device, dtype)
+    weights = made_weights(shape, device, dtype)
+    states, wanted = made_states(shape, 8, device, dtype, state_dtype=state_dtype)
+    for of_slots in (states.matrices, states.conv, wanted.matrices, wanted.conv):
+        of_slots[[run.slot for run in runs if run.is_fresh]] = torch.nan  # left by another request
+    out, expected = (torch.full_like(inputs.z, 7.0).contiguous() for _ in range(2))
+    mamba.mamba_runs_reference(expected, inputs, weights, wanted, many)
+    mamba.mamba_runs(out, inputs, weights, states, many)
+    assert (out[: runs[0].begin] == 7).all() and not out[end:].any()
+    tolerance = 5e-5 if dtype == torch.float32 else 2 * TOLERANCE[dtype]
+    assert relative_error(out, expected) < tolerance
+    if state_dtype != torch.float32:
+        tolerance = max(tolerance, TOLERANCE[state_dtype])
+    assert torch.equal(states.conv, wanted.conv)
+    for slot, matrix in enumerate(states.matrices):
+        assert relative_error(matrix, wanted.matrices[slot]) < tolerance
+
+
+@pytest.mark.parametrize("state_dtype", OF_16_BITS)
+def test_large_states_stay_finite(
+    device: torch.device, dtype: torch.dtype, state_dtype: torch.dtype
+) -> None:
+    """States beyond the largest float16, in both kernels; NaN stays NaN."""
+    weights, end = made_weights(TINY, device, dtype), 8
+    states, wanted = made_states(TINY, 4, device, dtype, state_dtype=state_dtype)
+    states.matrices[1, 0, 0, 0] = wanted.matrices[1, 0, 0, 0] = torch.nan
+    inputs = made_inputs(TINY, end, device, dtype)
+    inputs.channels.abs_().mul_(1e3)
+    weights.conv.abs_()
+    out, expected = (torch.empty_like(inputs.z).contiguous() for _ in range(2))
+    runs = Runs.of([Run(1, end, 3, 0, ((4, 2),))], lambda array: torch.from_numpy(array).to(device))
+    slots = torch.tensor([1], device=device)
+    mamba.mamba_step_reference(expected, inputs, weights, wanted, slots)
+    mamba.mamba_runs_reference(expected, inputs, weights, wanted, runs)
+    mamba.mamba_step(out, inputs, weights, states, slots)
+    mamba.mamba_runs(out, inputs, weights, states, runs)
+    assert states.matrices[1, 0].isnan().any()
+    for slot in (1, 2, 3):
+        found, right = (of.matrices[slot].float().nan_to_num() for of in (states, wanted))
+        assert relative_error(found, right) < 2 * TOLERANCE[torch.bfloat16]
+        assert found.isfinite().all()
+        assert (found.abs().max() == 65504) == (state_dtype == torch.float16)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -26,13 +27,21 @@ GROUPS, HEADS, HEAD_DIM, STATE = 2, 4, 12, 16
 INNER, CHANNELS = HEADS * HEAD_DIM, HEADS * HEAD_DIM + 2 * GROUPS * STATE
 
 
-def inputs(num_tokens: int) -> tuple[Tensor, ...]:
-    """x, B, C, steps, the logs of decays."""
+OfTokens: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+"""x, B, C, steps, the logs of decays."""
+
+
+def inputs(num_tokens: int) -> OfTokens:
     draw = torch.Generator().manual_seed(num_tokens)
     x = torch.randn(num_tokens, HEADS, HEAD_DIM, generator=draw)
     writers, readers = torch.randn(2, num_tokens, GROUPS, STATE, generator=draw)
     steps = torch.rand(num_tokens, HEADS, generator=draw) * 2
     return x, writers, readers, steps, -steps * torch.rand(HEADS, generator=draw) * 4
+
+
+def some(of_all: OfTokens, span: slice) -> OfTokens:
+    x, writers, readers, steps, decays = of_all
+    return x[span], writers[span], readers[span], steps[span], decays[span]
 
 
 def made_weights(draw: torch.Generator) -> MambaWeights:
@@ -79,7 +88,8 @@ def test_a_prompt_gives_what_transformers_gives(
         dt_limit=limits,
         return_final_states=True,
     )
-    norm = theirs.NemotronHRMSNormGated(INNER, group_size=INNER // GROUPS, eps=1e-5)
+    gated_norm: Any = theirs.NemotronHRMSNormGated
+    norm = gated_norm(INNER, group_size=INNER // GROUPS, eps=1e-5)
     norm.weight.data = weights.norm
     expected = norm(expected.view(num_tokens, INNER), z)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
@@ -98,9 +108,9 @@ def test_the_convolution_has_a_bias() -> None:
 @pytest.mark.parametrize("cut", [1, 16, 64, 99])
 def test_tokens_may_be_cut_anywhere(cut: int) -> None:
     of_all, state = inputs(100), torch.zeros(HEADS, HEAD_DIM, STATE)
-    expected, last = scan(*of_all, state=state)
-    first, state = scan(*(each[:cut] for each in of_all), state=state)
-    rest, state = scan(*(each[cut:] for each in of_all), state=state)
+    expected, last = scan(*of_all, state)
+    first, state = scan(*some(of_all, slice(cut)), state)
+    rest, state = scan(*some(of_all, slice(cut, None)), state)
     torch.testing.assert_close(torch.cat([first, rest]), expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(state, last, rtol=1e-4, atol=1e-5)
 
@@ -109,10 +119,10 @@ def test_rows_step_by_their_own_states() -> None:
     of_all = inputs(3)
     states = torch.randn(6, HEADS, HEAD_DIM, STATE, generator=torch.Generator().manual_seed(2))
     before, slots = states.clone(), torch.tensor([4, 0, 2])
-    found = scan_step(*of_all, states=states, slots=slots)
+    found = scan_step(*of_all, states, slots)
     for row, slot in enumerate(slots.tolist()):
         one = slice(row, row + 1)
-        expected, last = scan(*(each[one] for each in of_all), state=before[slot])
+        expected, last = scan(*some(of_all, one), before[slot])
         torch.testing.assert_close(found[one], expected, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(states[slot], last, rtol=1e-4, atol=1e-5)
     assert torch.equal(states[[1, 3, 5]], before[[1, 3, 5]])

@@ -41,6 +41,7 @@ from minisgl_backend.models.families.gpt_oss import read_gpt_oss
 from minisgl_backend.models.families.granite import (
     read_granite,
     read_granite_moe,
+    read_granite_moe_hybrid,
     read_granite_moe_shared,
     read_granite_moe_swa,
     read_granite_swa,
@@ -258,6 +259,7 @@ ARCHITECTURES: Final[Mapping[str, Callable[[ConfigReader], ModelSpec]]] = Mappin
         "GraniteMoeSharedForCausalLM": read_granite_moe_shared,
         "GraniteSWAForCausalLM": read_granite_swa,
         "GraniteMoeSWAForCausalLM": read_granite_moe_swa,
+        "GraniteMoeHybridForCausalLM": read_granite_moe_hybrid,
         "SeedOssForCausalLM": read_seed_oss,
         "SmolLM3ForCausalLM": read_smollm3,
         "GptOssForCausalLM": read_gpt_oss,

@@ -53,6 +53,8 @@ from transformers import (
     GraniteForCausalLM,
     GraniteMoeConfig,
     GraniteMoeForCausalLM,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
     GraniteMoeSharedConfig,
     GraniteMoeSharedForCausalLM,
     GraniteMoeSWAConfig,
@@ -587,6 +589,20 @@ def _olmoe(**changes: Any) -> PreTrainedModel:
     return OlmoeForCausalLM(OlmoeConfig(**{**_SHAPE, **experts, **changes}))
 
 
+def _granite_hybrid(**changes: Any) -> PreTrainedModel:
+    """Mamba 2 with heads that are all in one group, and attention that does not rotate."""
+    hybrid = {
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "num_hidden_layers": 3,
+        "mamba_n_heads": 8,
+        "mamba_d_state": 16,
+        "mamba_n_groups": 1,
+        "shared_intermediate_size": 80,
+        **changes,
+    }
+    return GraniteMoeHybridForCausalLM(GraniteMoeHybridConfig(**_granite_experts(**hybrid)))
+
+
 def _nemotron_h(**changes: Any) -> PreTrainedModel:
     """Attention after the first Mamba 2 layers, with heads of a size that is no power of two."""
     values = {
@@ -1006,6 +1022,20 @@ CASES: Final[Mapping[str, Callable[[], PreTrainedModel]]] = MappingProxyType(
                 norm_topk_prob=False,
                 routed_scaling_factor=2.5,
             )
+        ),
+        "granite-hybrid": _granite_hybrid,
+        "granite-hybrid-dense": lambda: _granite_hybrid(
+            num_local_experts=0,
+            mamba_n_groups=4,
+            mamba_proj_bias=True,
+            attention_bias=True,
+            tie_word_embeddings=True,
+        ),
+        "granite-hybrid-rope": lambda: _granite_hybrid(
+            layer_types=["full_attention"] * 2,
+            num_hidden_layers=2,
+            position_embedding_type="rope",
+            num_local_experts=0,
         ),
     }
 )

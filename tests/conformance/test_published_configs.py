@@ -71,6 +71,32 @@ _NEMOTRON: Final = MappingProxyType(
         "use_conv_bias": True,
     }
 )
+_GRANITE_4: Final = MappingProxyType(
+    {
+        **_SIZES,
+        "attention_bias": False,
+        "attention_multiplier": 0.0625,
+        "embedding_multiplier": 12,
+        "hidden_act": "silu",
+        "logits_scaling": 6,
+        "mamba_chunk_size": 256,
+        "mamba_conv_bias": True,
+        "mamba_d_conv": 4,
+        "mamba_d_head": 16,
+        "mamba_d_state": 16,
+        "mamba_expand": 2,
+        "mamba_n_groups": 1,
+        "mamba_n_heads": 8,
+        "mamba_proj_bias": False,
+        "max_position_embeddings": CONTEXT,
+        "residual_multiplier": 0.22,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": None,
+        "rope_theta": 10000,
+        "shared_intermediate_size": 80,
+        "tie_word_embeddings": True,
+    }
+)
 _VISION: Final = MappingProxyType(
     {
         "head_dim": 16,
@@ -624,6 +650,24 @@ CONFIGS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
             "rope_theta": 10000000.0,
             "tie_word_embeddings": True,
             **_SIZES,
+        },
+        "granite-4-h-tiny": {
+            "architectures": ["GraniteMoeHybridForCausalLM"],
+            "model_type": "granitemoehybrid",
+            **_GRANITE_4,
+            "layer_types": ["mamba", "attention", "mamba", "mamba"],
+            "num_experts_per_tok": 3,
+            "num_local_experts": 8,
+            "position_embedding_type": "nope",
+        },
+        "granite-4-micro": {
+            "architectures": ["GraniteMoeHybridForCausalLM"],
+            "model_type": "granitemoehybrid",
+            **_GRANITE_4,
+            "layer_types": ["attention"] * 4,
+            "num_experts_per_tok": 0,
+            "num_local_experts": 0,
+            "position_embedding_type": "rope",
         },
         "granite-3.1-moe": {
             "architectures": ["GraniteMoeForCausalLM"],

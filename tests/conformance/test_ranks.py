@@ -67,6 +67,7 @@ PAGE_SIZE = 16
         "granite-swa-biases",
         "granite-moe-swa-shared",
         "afmoe",
+        "granite-hybrid-dense",
         "nemotron-h",
         "nemotron-h-experts",
         "qwen3-vl-experts",

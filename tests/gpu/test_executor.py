@@ -91,6 +91,8 @@ OTHERS = [
     "exaone4.5",
     "glm",
     "glm4",
+    "granite-hybrid",
+    "granite-hybrid-dense",
     "granite-moe",
     "granite-moe-swa-shared",
     "granite-shared",
@@ -116,7 +118,7 @@ OTHERS = [
 ]
 """Cases with parts that no case above has."""
 _HAVE_EXPERTS = re.compile(
-    "mixtral|moe|dots|oss|experts|llama4|minimax|solar|hy-v3|mellum|granite-shared"
+    "mixtral|moe|dots|oss|experts|llama4|minimax|solar|hy-v3|mellum|granite-shared|granite-hybrid$"
 )
 EXPERTS = [case for case in CASES + OTHERS if _HAVE_EXPERTS.search(case)]
 """Rounding, even of attention's GEMMs alone, may choose other experts."""

@@ -1,7 +1,9 @@
-"""Granite 3 and Granite SWASH, dense and with experts: Llama with multipliers."""
+"""Granite 3, Granite 4 and Granite SWASH, dense and with experts: Llama with multipliers, and
+perhaps with Mamba 2 in most layers."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -14,7 +16,15 @@ from minisgl_backend.models.families.fields import (
     read_routing,
     windows_by_kind,
 )
-from minisgl_backend.models.spec import MOST_WIDTH, ModelSpec, MoeSpec
+from minisgl_backend.models.families.mamba import merged_parts, read_kinds, read_time_steps
+from minisgl_backend.models.spec import (
+    MOST_EXPERTS,
+    MOST_HEADS,
+    MOST_WIDTH,
+    MambaSpec,
+    ModelSpec,
+    MoeSpec,
+)
 from minisgl_backend.models.tensor_names import TensorNames
 
 _RENAMED: Final = (
@@ -25,6 +35,11 @@ _RENAMED: Final = (
     (".shared_mlp.input_linear.", ".mlp.shared_mlp.input_linear."),
     (".shared_mlp.output_linear.", ".mlp.shared_mlp.down_proj."),
 )
+_OF_DENSE: Final = (
+    (".shared_mlp.input_linear.", ".mlp.input_linear."),
+    (".shared_mlp.output_linear.", ".mlp.down_proj."),
+)
+_HYBRID_KINDS: Final = ("linear_attention", "full_attention")
 
 
 def read_granite(config: ConfigReader) -> ModelSpec:
@@ -66,6 +81,67 @@ def read_granite_moe_swa(config: ConfigReader) -> ModelSpec:
     """``GraniteMoeSWAForCausalLM``: the same with the experts of ``GraniteMoeShared``."""
     fields = _swa_fields(config)
     return _with_experts(config, "GraniteMoeSWAForCausalLM", fields, shared=True)
+
+
+def read_granite_moe_hybrid(config: ConfigReader) -> ModelSpec:
+    """``GraniteMoeHybridForCausalLM``, Granite 4: Mamba 2 in most layers or in none, and experts
+    beside one that all tokens take, or that one alone as a dense block. Heads of attention may
+    rotate."""
+    width = config.integer("shared_intermediate_size", 1024, maximum=MOST_WIDTH)
+    has_experts = config.integer("num_local_experts", 8, minimum=0, maximum=MOST_EXPERTS) > 0
+    if not has_experts:
+        config = config.with_values(intermediate_size=width)
+    fields = granite_fields(config)
+    num_layers = fields["num_layers"]
+    kinds = _hybrid_kinds(config, num_layers)
+    mamba = _mamba(config, fields["hidden_size"], kinds)
+    fields["recurrent"] = mamba if mamba.layers else None
+    rotation = config.word("position_embedding_type", "nope")
+    if rotation not in ("nope", "rope"):
+        raise config.error("position_embedding_type", "nope or rope", rotation)
+    if rotation == "nope":
+        fields["ropes"] = (None,) * num_layers
+    architecture, parts = "GraniteMoeHybridForCausalLM", merged_parts(".mamba", mamba)
+    if has_experts:
+        spec = _with_experts(config, architecture, fields, shared=True)
+        return replace(spec, names=replace(spec.names, merged={**spec.names.merged, **parts}))
+    parts[".mlp.input_linear"] = {"gate_proj": width, "up_proj": width}
+    names = TensorNames(renamed=_OF_DENSE, merged=parts)
+    return ModelSpec(architecture=architecture, names=names, **fields)
+
+
+def _hybrid_kinds(config: ConfigReader, num_layers: int) -> list[str]:
+    """The kind of each layer, by default Mamba 2 for all."""
+    given = config.values.get("layer_types", config.values.get("layers_block_type"))
+    kinds = ["linear_attention"] * num_layers
+    if given is not None:
+        kinds = read_kinds(given) if isinstance(given, list) else []
+    if len(kinds) != num_layers or any(kind not in _HYBRID_KINDS for kind in kinds):
+        raise config.error("layer_types", f"{num_layers} of {', '.join(_HYBRID_KINDS)}", given)
+    return kinds
+
+
+def _mamba(config: ConfigReader, hidden_size: int, kinds: Sequence[str]) -> MambaSpec:
+    num_heads = config.integer("mamba_n_heads", 128, maximum=MOST_HEADS)
+    inner = config.integer("mamba_expand", 2, maximum=MOST_HEADS) * hidden_size
+    head_dim = inner // num_heads
+    if config.values.get("mamba_d_head", "auto") != "auto":
+        head_dim = config.integer("mamba_d_head", maximum=MOST_HEADS)
+    if head_dim * num_heads != inner:
+        raise config.error(
+            "mamba_n_heads", f"so many that heads of {head_dim} have {inner} values", num_heads
+        )
+    return MambaSpec(
+        num_heads=num_heads,
+        head_dim=head_dim,
+        state_size=config.integer("mamba_d_state", 256, maximum=MOST_HEADS),
+        num_groups=config.integer("mamba_n_groups", 1, maximum=MOST_HEADS),
+        conv_width=config.integer("mamba_d_conv", 4, minimum=2, maximum=MOST_HEADS),
+        layers=frozenset(layer for layer, kind in enumerate(kinds) if kind == "linear_attention"),
+        conv_bias=config.flag("mamba_conv_bias", True),
+        bias=config.flag("mamba_proj_bias"),
+        time_steps=read_time_steps(config),
+    )
 
 
 def granite_fields(config: ConfigReader) -> dict[str, Any]:

@@ -74,7 +74,7 @@ def test_a_prompt_gives_what_transformers_gives(
     runs = Runs.of([Run(0, num_tokens, 0, 0)], torch.from_numpy)
     mamba_runs(found, MambaInputs(z, channels, steps), weights, states, runs)
     convolved, _ = causal_conv(channels, torch.zeros(CHANNELS, 3), weights.conv, weights.conv_bias)
-    x, writers, readers = convolved.split([INNER, GROUPS * STATE, GROUPS * STATE], dim=1)
+    x, writers, readers = convolved.tensor_split([INNER, INNER + GROUPS * STATE], dim=1)
     expected, last = theirs.mamba2_chunk_scan(
         x.view(1, num_tokens, HEADS, HEAD_DIM),
         steps[None],

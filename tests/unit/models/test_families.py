@@ -31,6 +31,7 @@ from tests.unit.models.config_jsons import (
     GPT_OSS_20B,
     GRANITE_3_1_3B_A800M,
     GRANITE_3_3_8B,
+    GRANITE_4_H_TINY,
     GRANITE_SWASH_2B,
     GRANITE_SWASH_3B_A600M,
     HUNYUAN_7B,
@@ -762,6 +763,32 @@ def test_shared_experts_of_granite() -> None:
     assert without == replace(former, architecture="GraniteMoeSharedForCausalLM")
 
 
+def test_layers_and_experts_of_granite_4() -> None:
+    spec = parse_spec(GRANITE_4_H_TINY)
+    assert spec.attention_layers == (5, 15, 25, 35) and set(spec.ropes) == {None}
+    mamba = spec.recurrent
+    assert isinstance(mamba, MambaSpec) and mamba.matrices == (48, 64, 128)
+    assert (mamba.num_groups, mamba.num_channels) == (1, 3328) and not spec.single_parts
+    rule = RoutingRule(num_experts=64, top_k=6, normalize=True)
+    shared = SharedExpert(name="shared_mlp", intermediate_size=1024)
+    experts = ExpertsSpec(routing=rule, intermediate_size=512, shared=shared, router="router")
+    assert spec.moe == MoeSpec(experts=experts, layers=frozenset(range(40)))
+    assert 6.8 < spec.num_parameters / 1e9 < 7
+    assert parse_spec({**GRANITE_4_H_TINY, "mamba_d_head": "auto"}) == spec
+    dense = parse_spec({**GRANITE_4_H_TINY, "num_local_experts": 0})
+    assert dense.moe is None and dense.intermediate_size == 1024
+    changes = {"layer_types": ["attention"] * 40, "position_embedding_type": "rope"}
+    plain = parse_spec({**GRANITE_4_H_TINY, **changes})
+    assert plain.recurrent is None and not plain.ropes
+    for wrong, message in (
+        ({"mamba_d_head": 32}, "mamba_n_heads must be so many that heads of 32 have 3072 values"),
+        ({"layer_types": ["mamba"] * 39}, "layer_types must be 40 of linear_attention, full"),
+        ({"position_embedding_type": "alibi"}, "position_embedding_type must be nope or rope"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            parse_spec({**GRANITE_4_H_TINY, **wrong})
+
+
 def test_windows_sinks_and_rotations_of_granite_swash() -> None:
     spec = parse_spec(GRANITE_SWASH_2B)
     assert spec.sinks and spec.windows == (None, 128, 128, 128) * 6 and not spec.ropes
@@ -1130,6 +1157,7 @@ def test_every_architecture_is_tested() -> None:
         {**GRANITE_3_1_3B_A800M, "architectures": ["GraniteMoeSharedForCausalLM"]},
         *(K_EXAONE, {**K_EXAONE, "architectures": ["ExaoneMoeForCausalLM"]}),
         *(HYPERCLOVA_X_SEED_THINK_14B, INTERNLM3_8B, IQUEST_CODER_40B, NEMOTRON_NANO_9B_V2),
+        GRANITE_4_H_TINY,
     )
     found = {parse_spec(config).architecture for config in configs}
     hybrid = {name for name in ARCHITECTURES if name.startswith(("Qwen3_5", "Qwen3Next"))}

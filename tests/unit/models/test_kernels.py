@@ -144,7 +144,8 @@ def pages_of(model: Decoder) -> list[PagedKV]:
     + [(case, True) for case in ("hunyuan-yarn", "hunyuan-moe", "olmoe")]
     + [(case, True) for case in ("exaone-moe-groups", "hy-v3", "hyperclova", "mellum")]
     + [(case, True) for case in ("granite-shared", "granite-swa", "granite-moe-swa-shared")]
-    + [("afmoe", True), ("nemotron-h", True), ("nemotron-h-experts", True)],
+    + [("afmoe", True), ("nemotron-h", True), ("nemotron-h-experts", True)]
+    + [("granite-hybrid", True), ("granite-hybrid-dense", True)],
 )
 @pytest.mark.parametrize("length", [5, 40])
 def test_a_prompt_then_a_token(case: str, length: int, fused: bool, tmp_path: Path) -> None:

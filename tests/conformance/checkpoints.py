@@ -1151,6 +1151,20 @@ def write_broad_hybrid_checkpoint(folder: Path, *, experts: bool = False) -> Any
     return _saved(model, folder)
 
 
+def write_broad_mamba_checkpoint(folder: Path, *, granite: bool = False) -> Any:
+    """A Nemotron-H with the head sizes of the publisher's 9B, or a dense Granite 4 with those of
+    its publisher's, in sizes that Hopper's kernels take."""
+    attention = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4}
+    if granite:
+        mamba = {"mamba_n_heads": 16, "mamba_d_state": 128, "shared_intermediate_size": 512}
+        model: Any = _granite_hybrid(**attention, **mamba, num_local_experts=0)
+    else:
+        mamba = {"mamba_num_heads": 16, "mamba_head_dim": 80, "ssm_state_size": 128}
+        model = _nemotron_h(**attention, **mamba, head_dim=64, intermediate_size=512)
+    draw(model, seed=95, spread=0.06)
+    return _saved(model, folder)
+
+
 def _saved(model: Any, folder: Path, shard_size: str = "5GB") -> Any:
     """Save the model, and return it ready to be the reference."""
     model.eval()

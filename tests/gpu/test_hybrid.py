@@ -19,6 +19,7 @@ from tests.conformance.checkpoints import (
     CONTEXT,
     VOCAB_SIZE,
     write_broad_hybrid_checkpoint,
+    write_broad_mamba_checkpoint,
     write_checkpoint,
 )
 from tests.conformance.engines import prompts_with_shared_prefixes
@@ -28,12 +29,20 @@ pytestmark = pytest.mark.skipif(is_interpreted(), reason="needs a CUDA device")
 
 BROAD: dict[str, Any] = {"attention_backend": "triton"}
 """Other backends may lack kernels for heads of 256 dimensions."""
-DENSE = ["qwen3.5", "qwen3.5-tied", "qwen3.5-multimodal"]
-EXPERTS = ["qwen3.5-experts", "qwen3.5-experts-multimodal", "qwen3-next", "qwen3-next-sparse"]
+DENSE = [
+    *("qwen3.5", "qwen3.5-tied", "qwen3.5-multimodal"),
+    *("nemotron-h", "nemotron-h-biases", "granite-hybrid-dense"),
+]
+EXPERTS = [
+    *("qwen3.5-experts", "qwen3.5-experts-multimodal", "qwen3-next", "qwen3-next-sparse"),
+    *("nemotron-h-experts", "granite-hybrid"),
+]
 
 
 def written(case: str, folder: Path) -> Any:
-    """The checkpoint of ``case``, or of "broad" or "broad-experts"."""
+    """The checkpoint of ``case``, or one in the sizes of publishers' heads."""
+    if case in ("broad-nemotron", "broad-granite"):
+        return write_broad_mamba_checkpoint(folder, granite=case == "broad-granite")
     if case.startswith("broad"):
         return write_broad_hybrid_checkpoint(folder, experts=case == "broad-experts")
     return write_checkpoint(case, folder)
@@ -66,6 +75,10 @@ def test_tokens_in_fp32(case: str, prompts: list[IntArray], tmp_path: Path) -> N
         ("broad", {**BROAD, "state_dtype": "bfloat16"}),
         ("broad-experts", BROAD),
         ("broad-experts", {**BROAD, "state_dtype": "float16"}),
+        ("broad-nemotron", BROAD),
+        ("broad-nemotron", {**BROAD, "cache": "naive", "state_dtype": "bfloat16"}),
+        ("broad-granite", BROAD),
+        ("broad-granite", {**BROAD, "state_dtype": "float16"}),
     ],
 )
 def test_tokens_in_bf16(
@@ -110,6 +123,10 @@ def check_tokens_in_bf16(
         ("broad", 8, "float16"),
         ("broad-experts", 1, None),
         ("broad-experts", 8, None),
+        ("broad-nemotron", 1, None),
+        ("broad-nemotron", 8, "float16"),
+        ("broad-granite", 1, None),
+        ("broad-granite", 8, None),
     ],
 )
 def test_graphs_give_what_launches_give(
@@ -144,11 +161,16 @@ def test_graphs_give_what_launches_give(
     assert results[0] == results[1] == results[2] == results[3]
 
 
-@pytest.mark.parametrize("state_dtype", [None, "float16"])
-def test_conversations_go_on_from_snapshots(state_dtype: str | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("case", "state_dtype"),
+    [("broad", None), ("broad", "float16"), ("broad-nemotron", None), ("broad-granite", None)],
+)
+def test_conversations_go_on_from_snapshots(
+    case: str, state_dtype: str | None, tmp_path: Path
+) -> None:
     """Each turn has the whole conversation as its prompt. States are kept between replays of
     captured decode steps."""
-    reference = write_broad_hybrid_checkpoint(tmp_path).bfloat16().float()
+    reference = written(case, tmp_path).bfloat16().float()
     options = EngineOptions(
         model=str(tmp_path),
         device="cuda",
@@ -182,12 +204,18 @@ def test_conversations_go_on_from_snapshots(state_dtype: str | None, tmp_path: P
     assert below.mean() < 0.02
 
 
-def test_states_of_a_failed_request_touch_no_other(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("case", "embedding"),
+    [("qwen3.5", "model.embed_tokens"), ("nemotron-h", "backbone.embeddings")],
+)
+def test_states_of_a_failed_request_touch_no_other(
+    case: str, embedding: str, tmp_path: Path
+) -> None:
     """A token whose embedding is NaN leaves NaN in its row's states, and perhaps in snapshots."""
-    reference = write_checkpoint("qwen3.5", tmp_path).bfloat16().float()
+    reference = write_checkpoint(case, tmp_path).bfloat16().float()
     path = tmp_path / "model.safetensors"
     tensors = load_file(path)
-    tensors["model.embed_tokens.weight"][POISON] = torch.nan
+    tensors[f"{embedding}.weight"][POISON] = torch.nan
     save_file(tensors, path)
     options = EngineOptions(
         model=str(tmp_path),

@@ -66,6 +66,14 @@ def test_a_gate_of_gelu(device: torch.device, dtype: torch.dtype, num_tokens: in
     check(x, experts, choices_of(num_tokens, 8, 2, device))
 
 
+@pytest.mark.parametrize("num_tokens", [1, 40, 150])
+def test_experts_without_gates(device: torch.device, dtype: torch.dtype, num_tokens: int) -> None:
+    x = torch.randn(num_tokens, HIDDEN_SIZE, device=device).to(dtype)
+    ups = torch.randn(8, INNER_SIZE, HIDDEN_SIZE, device=device) / 10
+    experts = ExpertWeights(ups.to(dtype), weights_of(8, device, dtype).down, gate=None)
+    check(x, experts, choices_of(num_tokens, 8, 2, device))
+
+
 @pytest.mark.parametrize("num_tokens", [2, 3, 40, 150])
 def test_experts_of_other_ranks_add_nothing(
     device: torch.device, dtype: torch.dtype, num_tokens: int

@@ -91,6 +91,12 @@ def test_gates(device: torch.device, dtype: torch.dtype, size: int, gate: Gate) 
     assert_close(found, activation.gate_mul_reference(closed, ups[:, 1], gate))
 
 
+@pytest.mark.parametrize("size", [48, 3072])
+def test_squared_relu(device: torch.device, dtype: torch.dtype, size: int) -> None:
+    x = torch.randn(7, size, device=device).to(dtype)
+    assert_close(activation.squared_relu(x), activation.squared_relu_reference(x))
+
+
 @pytest.mark.parametrize("size", [48, 5000])
 def test_soft_cap(device: torch.device, dtype: torch.dtype, size: int) -> None:
     """Rows are parts of wider ones, which stay what they are beyond them."""

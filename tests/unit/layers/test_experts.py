@@ -12,12 +12,14 @@ from transformers import (
     Dots1Config,
     GptOssConfig,
     Llama4TextConfig,
+    NemotronHConfig,
     Qwen2MoeConfig,
     Qwen3MoeConfig,
 )
 from transformers.models.dots1.modeling_dots1 import Dots1MoE
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
 from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMoE
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
@@ -78,15 +80,17 @@ def drawn(kind: Any, config: Any) -> nn.Module:
 def fill(ours: ExpertsMLP, theirs: Any) -> None:
     """Give ours the weights of a transformers block, by the names of checkpoints."""
     state = theirs.state_dict()
-    gate_up, down = state.pop("experts.gate_up_proj"), state.pop("experts.down_proj")
+    inner = ("up",) if ours.spec.gate is None else ("gate", "up")
+    gate_up = state.pop(f"experts.{'_'.join(inner)}_proj")
+    down = state.pop("experts.down_proj")
     if "shared_expert.up_proj.weight" in state and "router.weight" in state:  # Llama 4
         gate_up, down = gate_up.mT, down.mT
     if "router.bias" in state:  # gpt-oss: transposed, gates and ups alternate
         gate_up = torch.cat([gate_up[:, :, ::2], gate_up[:, :, 1::2]], dim=2).mT
         down = down.mT
     for expert in range(NUM_EXPERTS):
-        gate, up = gate_up[expert].chunk(2)
-        for part, weight in (("gate", gate), ("up", up), ("down", down[expert])):
+        parts = dict(zip(inner, gate_up[expert].chunk(len(inner)), strict=True))
+        for part, weight in {**parts, "down": down[expert]}.items():
             state[f"experts.{expert}.{part}_proj.weight"] = weight
     places = collect_places(ours)
     for name, place in places.items():
@@ -174,6 +178,30 @@ def test_sigmoid_router_with_groups(normalize: bool, groups: tuple[int, int], x:
     )
     shared = SharedExpert(name="shared_experts", intermediate_size=2 * INNER_SIZE)
     check(theirs, ExpertsSpec(routing=rule, intermediate_size=INNER_SIZE, shared=shared), x)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_experts_without_gates(x: Tensor, fused: bool) -> None:
+    config = NemotronHConfig(
+        hidden_size=HIDDEN_SIZE,
+        moe_intermediate_size=INNER_SIZE,
+        moe_shared_expert_intermediate_size=2 * INNER_SIZE,
+        n_routed_experts=NUM_EXPERTS,
+        num_experts_per_tok=3,
+    )
+    theirs = drawn(NemotronHMoE, config)
+    rule = RoutingRule(
+        num_experts=NUM_EXPERTS, top_k=3, normalize=True, sigmoid=True, corrected=True
+    )
+    spec = ExpertsSpec(
+        routing=rule,
+        intermediate_size=INNER_SIZE,
+        shared=SharedExpert(name="shared_experts", intermediate_size=2 * INNER_SIZE),
+        gate=None,
+    )
+    check(theirs, spec, x, fused=fused)
+    rows = NUM_EXPERTS + (NUM_EXPERTS + 2) * 2 * INNER_SIZE
+    assert (spec.num_rows, spec.num_active_rows) == (rows, NUM_EXPERTS + 5 * 2 * INNER_SIZE)
 
 
 def test_biases_and_a_clamped_gate(x: Tensor) -> None:

@@ -193,7 +193,7 @@ def _gated(found: Tensor, z: Tensor, weights: MambaWeights) -> Tensor:
     """What the heads read, [num_tokens, num_heads, head_dim], gated and normalized over the heads
     of each group: float32 [num_tokens, num_heads * head_dim]."""
     opened = found.flatten(1) * F.silu(z.float())
-    opened = opened.view(len(z), weights.num_groups, -1)
+    opened = opened.view(len(z), weights.num_groups, opened.shape[1] // weights.num_groups)
     wide = F.rms_norm(opened, opened.shape[-1:], None, weights.eps)
     return wide.flatten(1) * weights.norm
 

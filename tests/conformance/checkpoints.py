@@ -1186,6 +1186,16 @@ def write_model(name: str, folder: Path) -> None:
         "quantized-hybrid-moe": lambda: _qwen3_next(
             **sizes, **_WIDE_DELTA, moe_intermediate_size=192, num_experts=4
         ),
+        "quantized-mamba": lambda: _nemotron_h(
+            **sizes,
+            layers_block_type=["linear_attention", "mlp", "full_attention", "moe"],
+            mamba_head_dim=32,
+            n_groups=2,
+            ssm_state_size=64,
+            n_routed_experts=4,
+            moe_intermediate_size=192,
+            moe_shared_expert_intermediate_size=224,
+        ),
         "quantized-llama4": lambda: _llama4(
             **{**sizes, "intermediate_size": 192}, interleave_moe_layer_step=2
         ),

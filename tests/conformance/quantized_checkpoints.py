@@ -391,6 +391,23 @@ CASES: Final[Mapping[str, Case]] = MappingProxyType(
             _by_names((r".*\.(in_proj_(qkv|z)|\w+_proj)$", "float-quantized", _group("channel"))),
             model="quantized-hybrid",
         ),
+        "autofp8-static-mamba": Case(
+            fp8_tensor,
+            {
+                "quant_method": "fp8",
+                "activation_scheme": "static",
+                "ignored_layers": ["lm_head", "backbone.layers.3.mixer.gate"],
+            },
+            model="quantized-mamba",
+        ),
+        "ct-mamba": Case(
+            fp8_channel,
+            {
+                **_compressed("float-quantized", _group("channel"), _group("token", dynamic=True)),
+                "ignore": ["lm_head", "re:.*mixer.gate$"],
+            },
+            model="quantized-mamba",
+        ),
         "ct-w8a16-channel": Case(
             lambda weight: packed(weight, bits=8, group=-1),
             _compressed("pack-quantized", _group("channel", 8, "int")),
@@ -430,7 +447,7 @@ CASES: Final[Mapping[str, Case]] = MappingProxyType(
         ),
     }
 )
-_PROJECTION: Final = r"model\.layers\..*_proj(_qkv|_z|_qkvz)?\.weight"
+_PROJECTION: Final = r"(model|backbone)\.layers\..*_proj(_qkv|_z|_qkvz)?\.weight"
 _IN_TURN: Final = r".*\.experts\.(gate_up|down)_proj"
 
 

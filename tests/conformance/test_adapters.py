@@ -179,6 +179,9 @@ def test_adapters_over_quantized_weights(case: str, tmp_path: Path) -> None:
         ("iquest-coder", ("q_proj", "v_proj", "up_proj")),
         ("hy-v3", ("q_proj", "o_proj", "gate_proj", "down_proj")),
         ("qwen3.5-multimodal", ("q_proj", "v_proj", "o_proj", "up_proj")),
+        ("nemotron-h", ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj")),
+        ("nemotron-h-experts", ("q_proj", "up_proj", "down_proj")),
+        ("granite-hybrid-dense", ("k_proj", "o_proj", "input_linear", "output_linear")),
     ],
 )
 def test_adapters_may_have_the_names_of_the_checkpoint(

@@ -102,6 +102,8 @@ def _tensors(output: object) -> list[Tensor]:
         ("qwen3-moe", True),
         ("qwen3.5", True),
         ("qwen3.5-experts", False),
+        ("nemotron-h", True),
+        ("granite-hybrid-dense", False),
         ("llama4", True),
     ],
 )

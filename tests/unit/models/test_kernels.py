@@ -547,6 +547,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], tu
     [
         ("qwen3.5", 0),
         ("qwen3-next", 2**30),
+        ("granite-hybrid-dense", 0),
         ("broad-hybrid", 0),
         ("broad-hybrid-experts", 0),
         ("broad-hybrid-experts", 2**30),

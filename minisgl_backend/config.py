@@ -92,8 +92,8 @@ class EngineOptions:
     )
     state_dtype: str | None = option(
         None,
-        "type of recurrent states, for models with recurrent layers; auto: mamba_ssm_dtype of the "
-        "checkpoint, else float32",
+        "type of recurrent states, for models with recurrent layers; auto: mamba_ssm_dtype or "
+        "mamba_ssm_cache_dtype of the checkpoint, else float32",
         choices=("float32", "bfloat16", "float16"),
     )
     cache: str = option(

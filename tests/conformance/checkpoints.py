@@ -1030,6 +1030,7 @@ CASES: Final[Mapping[str, Callable[[], PreTrainedModel]]] = MappingProxyType(
             mamba_proj_bias=True,
             attention_bias=True,
             tie_word_embeddings=True,
+            embedding_multiplier=0.5,
         ),
         "granite-hybrid-rope": lambda: _granite_hybrid(
             layer_types=["full_attention"] * 2,

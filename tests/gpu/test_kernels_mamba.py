@@ -83,12 +83,14 @@ def test_mamba_step(
     width: int,
     state_dtype: torch.dtype,
 ) -> None:
-    """Each step finds the states of the one before; other rows and slots stay as they are."""
+    """Each step finds the states of the one before; other rows and slots stay as they are. Steps
+    alternate between few rows and more, for which the kernel has another form."""
     weights = made_weights(shape, device, dtype, width=width)
     states, wanted = made_states(shape, 6, device, dtype, width=width, state_dtype=state_dtype)
     begun = states.matrices.clone()
-    slots = torch.tensor([4, -1, 2], device=device)
-    for _ in range(width):
+    few = torch.tensor([4, -1, 2], device=device)
+    for step in range(width):
+        slots = few if step % 2 == 0 else torch.cat([few, few.new_full((7,), -1)])
         inputs = made_inputs(shape, len(slots), device, dtype)
         out, expected = (torch.full_like(inputs.z, 7.0).contiguous() for _ in range(2))
         mamba.mamba_step_reference(expected, inputs, weights, wanted, slots)

@@ -11,6 +11,7 @@ Names of dimensions: P of a head, N of a state, padded to a power of two (NP).
 """
 
 import math
+from typing import Final
 
 import triton
 import triton.language as tl
@@ -24,6 +25,9 @@ from minisgl_backend.kernels.triton_kernels.conv_step import (
 from minisgl_backend.kernels.triton_kernels.gated_delta_blocks import silu, stored
 from minisgl_backend.kernels.triton_kernels.mamba_blocks import step_of
 from minisgl_backend.kernels.triton_kernels.pdl import allow_next, launch_options, wait_previous
+
+_FEW_ROWS: Final = 8
+"""Up to this many rows, a program takes fewer values of a head."""
 
 
 @triton.jit
@@ -181,7 +185,8 @@ def launch_mamba_step(
     assert z.stride(1) == channels.stride(1) == steps.stride(1) == 1
     assert kept.shape[2] == weight.shape[1] - 1
     padded, width = triton.next_power_of_2(state_size), weight.shape[1]
-    part = 16  # of the sizes of heads, 64, 80 and 128, a multiple
+    # with few rows programs are short of work; with many they read B and C again less often
+    part = 16 if num_rows <= _FEW_ROWS else 32
     _step[(triton.cdiv(head_dim, part), num_heads, num_rows)](
         out,
         channels,
@@ -209,7 +214,7 @@ def launch_mamba_step(
         WIDTH=width,
         BIAS=bias is not None,
         PDL=pdl,
-        num_warps=4,
+        num_warps=4 if part * padded <= 4096 else 8,
         **launch_options(pdl),
     )
     size = num_heads * head_dim // num_groups

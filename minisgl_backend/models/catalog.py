@@ -19,6 +19,7 @@ from minisgl_backend.errors import ConfigError
 from minisgl_backend.models.checkpoint import head_and_embedding, is_headless
 from minisgl_backend.models.config_json import ConfigReader, read_json
 from minisgl_backend.models.families.afmoe import read_afmoe
+from minisgl_backend.models.families.bamba import read_bamba
 from minisgl_backend.models.families.deepseek_experts import (
     read_dots1,
     read_glm4_moe,
@@ -264,6 +265,7 @@ ARCHITECTURES: Final[Mapping[str, Callable[[ConfigReader], ModelSpec]]] = Mappin
         "SmolLM3ForCausalLM": read_smollm3,
         "GptOssForCausalLM": read_gpt_oss,
         "NemotronHForCausalLM": read_nemotron_h,
+        "BambaForCausalLM": read_bamba,
     }
 )
 """Keyed by the names in config.json."""

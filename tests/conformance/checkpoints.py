@@ -17,6 +17,8 @@ import transformers
 from transformers import (
     AfmoeConfig,
     AfmoeForCausalLM,
+    BambaConfig,
+    BambaForCausalLM,
     Dots1Config,
     Dots1ForCausalLM,
     Ernie4_5_MoeConfig,
@@ -603,6 +605,18 @@ def _granite_hybrid(**changes: Any) -> PreTrainedModel:
     return GraniteMoeHybridForCausalLM(GraniteMoeHybridConfig(**_granite_experts(**hybrid)))
 
 
+def _bamba(**changes: Any) -> PreTrainedModel:
+    values = {
+        **_SHAPE,
+        "num_hidden_layers": 3,
+        "attn_layer_indices": [1],
+        "mamba_n_heads": 8,
+        "mamba_d_state": 16,
+        **changes,
+    }
+    return BambaForCausalLM(BambaConfig(**values))
+
+
 def _nemotron_h(**changes: Any) -> PreTrainedModel:
     """Attention after the first Mamba 2 layers, with heads of a size that is no power of two."""
     values = {
@@ -1037,6 +1051,15 @@ CASES: Final[Mapping[str, Callable[[], PreTrainedModel]]] = MappingProxyType(
             num_hidden_layers=2,
             position_embedding_type="rope",
             num_local_experts=0,
+        ),
+        "bamba": _bamba,
+        "bamba-biases": lambda: _bamba(
+            attn_layer_indices=[0, 2],
+            attention_bias=True,
+            mlp_bias=True,
+            mamba_conv_bias=False,
+            mamba_n_groups=2,
+            tie_word_embeddings=True,
         ),
     }
 )

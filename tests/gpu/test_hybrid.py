@@ -31,7 +31,7 @@ BROAD: dict[str, Any] = {"attention_backend": "triton"}
 """Other backends may lack kernels for heads of 256 dimensions."""
 DENSE = [
     *("qwen3.5", "qwen3.5-tied", "qwen3.5-multimodal"),
-    *("nemotron-h", "nemotron-h-biases", "granite-hybrid-dense"),
+    *("nemotron-h", "nemotron-h-biases", "granite-hybrid-dense", "bamba"),
 ]
 EXPERTS = [
     *("qwen3.5-experts", "qwen3.5-experts-multimodal", "qwen3-next", "qwen3-next-sparse"),

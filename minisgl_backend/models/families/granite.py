@@ -3,7 +3,6 @@ perhaps with Mamba 2 in most layers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -16,15 +15,8 @@ from minisgl_backend.models.families.fields import (
     read_routing,
     windows_by_kind,
 )
-from minisgl_backend.models.families.mamba import merged_parts, read_kinds, read_time_steps
-from minisgl_backend.models.spec import (
-    MOST_EXPERTS,
-    MOST_HEADS,
-    MOST_WIDTH,
-    MambaSpec,
-    ModelSpec,
-    MoeSpec,
-)
+from minisgl_backend.models.families.mamba import merged_parts, read_kinds, read_mamba
+from minisgl_backend.models.spec import MOST_EXPERTS, MOST_WIDTH, ModelSpec, MoeSpec
 from minisgl_backend.models.tensor_names import TensorNames
 
 _RENAMED: Final = (
@@ -94,7 +86,8 @@ def read_granite_moe_hybrid(config: ConfigReader) -> ModelSpec:
     fields = granite_fields(config)
     num_layers = fields["num_layers"]
     kinds = _hybrid_kinds(config, num_layers)
-    mamba = _mamba(config, fields["hidden_size"], kinds)
+    layers = frozenset(layer for layer, kind in enumerate(kinds) if kind == "linear_attention")
+    mamba = read_mamba(config, fields["hidden_size"], layers)
     fields["recurrent"] = mamba if mamba.layers else None
     rotation = config.word("position_embedding_type", "nope")
     if rotation not in ("nope", "rope"):
@@ -119,29 +112,6 @@ def _hybrid_kinds(config: ConfigReader, num_layers: int) -> list[str]:
     if len(kinds) != num_layers or any(kind not in _HYBRID_KINDS for kind in kinds):
         raise config.error("layer_types", f"{num_layers} of {', '.join(_HYBRID_KINDS)}", given)
     return kinds
-
-
-def _mamba(config: ConfigReader, hidden_size: int, kinds: Sequence[str]) -> MambaSpec:
-    num_heads = config.integer("mamba_n_heads", 128, maximum=MOST_HEADS)
-    inner = config.integer("mamba_expand", 2, maximum=MOST_HEADS) * hidden_size
-    head_dim = inner // num_heads
-    if config.values.get("mamba_d_head", "auto") != "auto":
-        head_dim = config.integer("mamba_d_head", maximum=MOST_HEADS)
-    if head_dim * num_heads != inner:
-        raise config.error(
-            "mamba_n_heads", f"so many that heads of {head_dim} have {inner} values", num_heads
-        )
-    return MambaSpec(
-        num_heads=num_heads,
-        head_dim=head_dim,
-        state_size=config.integer("mamba_d_state", 256, maximum=MOST_HEADS),
-        num_groups=config.integer("mamba_n_groups", 1, maximum=MOST_HEADS),
-        conv_width=config.integer("mamba_d_conv", 4, minimum=2, maximum=MOST_HEADS),
-        layers=frozenset(layer for layer, kind in enumerate(kinds) if kind == "linear_attention"),
-        conv_bias=config.flag("mamba_conv_bias", True),
-        bias=config.flag("mamba_proj_bias"),
-        time_steps=read_time_steps(config),
-    )
 
 
 def granite_fields(config: ConfigReader) -> dict[str, Any]:

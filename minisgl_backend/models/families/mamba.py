@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from minisgl_backend.models.config_json import ConfigReader
-from minisgl_backend.models.spec import MambaSpec
+from minisgl_backend.models.spec import MOST_HEADS, MambaSpec
 
 _STATE_DTYPES: Final = ("float32", "bfloat16", "float16")
 _INFINITY: Final = {"__float__": "Infinity"}
@@ -36,6 +36,30 @@ def read_time_steps(config: ConfigReader) -> tuple[float, float]:
     if len(found) != 2 or not are_numbers or not 0 <= found[0] < found[1]:
         raise config.error("time_step_limit", "two numbers >= 0 in ascending order", value)
     return float(found[0]), float(found[1])
+
+
+def read_mamba(config: ConfigReader, hidden_size: int, layers: frozenset[int]) -> MambaSpec:
+    """The layers in the keys that Granite and Bamba have for them."""
+    num_heads = config.integer("mamba_n_heads", 128, maximum=MOST_HEADS)
+    inner = config.integer("mamba_expand", 2, maximum=MOST_HEADS) * hidden_size
+    head_dim = inner // num_heads
+    if config.values.get("mamba_d_head", "auto") != "auto":
+        head_dim = config.integer("mamba_d_head", maximum=MOST_HEADS)
+    if head_dim * num_heads != inner:
+        raise config.error(
+            "mamba_n_heads", f"so many that heads of {head_dim} have {inner} values", num_heads
+        )
+    return MambaSpec(
+        num_heads=num_heads,
+        head_dim=head_dim,
+        state_size=config.integer("mamba_d_state", 256, maximum=MOST_HEADS),
+        num_groups=config.integer("mamba_n_groups", 1, maximum=MOST_HEADS),
+        conv_width=config.integer("mamba_d_conv", 4, minimum=2, maximum=MOST_HEADS),
+        layers=layers,
+        conv_bias=config.flag("mamba_conv_bias", True),
+        bias=config.flag("mamba_proj_bias"),
+        time_steps=read_time_steps(config),
+    )
 
 
 def merged_parts(module: str, shape: MambaSpec) -> dict[str, dict[str, int]]:

@@ -17,6 +17,7 @@ from minisgl_backend.models.catalog import ARCHITECTURES, parse_spec
 from minisgl_backend.models.spec import DeltaSpec, LayerInputs, MambaSpec, MoeSpec, QueryGrowth
 from minisgl_bench.dummy_model import SHAPES
 from tests.unit.models.config_jsons import (
+    BAMBA_9B,
     DOTS_LLM1,
     ERNIE_4_5_0_3B,
     ERNIE_4_5_21B_A3B,
@@ -789,6 +790,18 @@ def test_layers_and_experts_of_granite_4() -> None:
             parse_spec({**GRANITE_4_H_TINY, **wrong})
 
 
+def test_layers_of_bamba() -> None:
+    spec = parse_spec(BAMBA_9B)
+    assert spec.attention_layers == (9, 18, 27) and spec.rope.rotated == 0.5
+    mamba = spec.recurrent
+    assert isinstance(mamba, MambaSpec) and mamba.matrices == (128, 64, 128)
+    assert 9.7 < spec.num_parameters / 1e9 < 9.9
+    llama = parse_spec({**BAMBA_9B, "attn_layer_indices": list(range(32))})
+    assert llama.recurrent is None
+    with pytest.raises(ConfigError, match="not supported if no layer has attention"):
+        parse_spec({**BAMBA_9B, "attn_layer_indices": None})
+
+
 def test_windows_sinks_and_rotations_of_granite_swash() -> None:
     spec = parse_spec(GRANITE_SWASH_2B)
     assert spec.sinks and spec.windows == (None, 128, 128, 128) * 6 and not spec.ropes
@@ -1157,7 +1170,7 @@ def test_every_architecture_is_tested() -> None:
         {**GRANITE_3_1_3B_A800M, "architectures": ["GraniteMoeSharedForCausalLM"]},
         *(K_EXAONE, {**K_EXAONE, "architectures": ["ExaoneMoeForCausalLM"]}),
         *(HYPERCLOVA_X_SEED_THINK_14B, INTERNLM3_8B, IQUEST_CODER_40B, NEMOTRON_NANO_9B_V2),
-        GRANITE_4_H_TINY,
+        *(GRANITE_4_H_TINY, BAMBA_9B),
     )
     found = {parse_spec(config).architecture for config in configs}
     hybrid = {name for name in ARCHITECTURES if name.startswith(("Qwen3_5", "Qwen3Next"))}

@@ -1,0 +1,46 @@
+"""Bamba: Llama with Mamba 2 in most layers."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from minisgl_backend.models.common_fields import common_fields
+from minisgl_backend.models.config_json import ConfigReader
+from minisgl_backend.models.families.fields import attention_biases
+from minisgl_backend.models.families.mamba import merged_parts, read_mamba
+from minisgl_backend.models.spec import ModelSpec
+from minisgl_backend.models.tensor_names import TensorNames
+
+_RENAMED: Final = (
+    (".feed_forward.", ".mlp."),
+    (".pre_ff_layernorm.", ".post_attention_layernorm."),
+    ("model.final_layernorm.", "model.norm."),
+)
+
+
+def read_bamba(config: ConfigReader) -> ModelSpec:
+    """``BambaForCausalLM``: attention, whose heads rotate by half, is in the layers of
+    ``attn_layer_indices``, and Mamba 2 in the others."""
+    config = config.with_defaults(
+        hidden_size=4096,
+        intermediate_size=14_336,
+        num_attention_heads=32,
+        num_hidden_layers=32,
+        num_key_value_heads=8,
+        max_position_embeddings=2**18,
+        partial_rotary_factor=0.5,
+        rms_norm_eps=1e-5,
+        vocab_size=128_000,
+    )
+    fields = common_fields(config, partial=True)
+    attending = config.integers("attn_layer_indices")
+    layers = frozenset(range(fields["num_layers"])) - frozenset(attending)
+    mamba = read_mamba(config, fields["hidden_size"], layers)
+    return ModelSpec(
+        architecture="BambaForCausalLM",
+        mlp_bias=config.flag("mlp_bias"),
+        recurrent=mamba if layers else None,
+        names=TensorNames(renamed=_RENAMED, merged=merged_parts(".mamba", mamba)),
+        **attention_biases(config),
+        **fields,
+    )

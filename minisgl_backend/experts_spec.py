@@ -90,7 +90,8 @@ class ExpertsSpec:
     one tensor for all experts, in which the outputs of gates and ups alternate, as in gpt-oss; in
     plain tensors inputs come before outputs. ``scales_inputs``: the weight of a token's only expert
     multiplies the expert's input, not its output. Raises ``ConfigError`` if tokens may then take
-    several.
+    several. With a ``latent_size`` experts read and write as many numbers, between two projections
+    that all of them share; the router and ``shared`` read hidden states.
     """
 
     routing: RoutingRule
@@ -101,6 +102,7 @@ class ExpertsSpec:
     router: str = "gate"
     interleaved: bool = False
     scales_inputs: bool = False
+    latent_size: int | None = None
 
     def __post_init__(self) -> None:
         if self.scales_inputs and self.routing.top_k != 1:
@@ -113,20 +115,20 @@ class ExpertsSpec:
     def num_experts(self) -> int:
         return self.routing.num_experts
 
-    @property
-    def num_rows(self) -> int:
-        """Number of rows of hidden_size numbers in all weights: three for each intermediate
-        feature, or two without gates, and one for each expert in the router."""
-        return self._rows_with(self.num_experts)
+    def num_weights(self, hidden_size: int) -> int:
+        """Number of weights of experts, router and projections around them."""
+        return self._weights_with(self.num_experts, hidden_size)
 
-    @property
-    def num_active_rows(self) -> int:
-        """How many of these rows a token is multiplied by."""
-        return self._rows_with(self.routing.top_k)
+    def num_active_weights(self, hidden_size: int) -> int:
+        """How many of them a token is multiplied by."""
+        return self._weights_with(self.routing.top_k, hidden_size)
 
-    def _rows_with(self, num_chosen: int) -> int:
-        of_feature = 2 if self.gate is None else 3
-        rows = self.num_experts + num_chosen * of_feature * self.intermediate_size
+    def _weights_with(self, num_chosen: int, hidden_size: int) -> int:
+        of_feature = 2 if self.gate is None else 3  # numbers that an expert reads and writes
+        rows = self.num_experts
         if self.shared is not None:
             rows += of_feature * self.shared.intermediate_size + self.shared.gated
-        return rows
+        if self.latent_size is None:
+            return (rows + num_chosen * of_feature * self.intermediate_size) * hidden_size
+        inner = num_chosen * of_feature * self.intermediate_size * self.latent_size
+        return (rows + 2 * self.latent_size) * hidden_size + inner

@@ -170,11 +170,12 @@ def cut_of(
 
 def knows(spec: ExpertsSpec) -> bool:
     """Whether the kernels know everything that such experts compute. They do not know experts
-    without gates, weights of choices that multiply inputs, routers that limit groups, and routers
-    with too many experts or choices."""
+    without gates or with a latent state, weights of choices that multiply inputs, routers that
+    limit groups, and routers with too many experts or choices."""
     rule = spec.routing
     few = rule.num_experts <= _MAX_EXPERTS and rule.top_k <= _MAX_CHOICES
-    return few and spec.gate is not None and not (rule.limits_groups or spec.scales_inputs)
+    others = spec.gate is None or spec.latent_size is not None
+    return few and not (others or rule.limits_groups or spec.scales_inputs)
 
 
 def fits(hidden_size: int, inner_size: int, form: WeightFormat | None) -> bool:

@@ -30,6 +30,7 @@ from minisgl_backend.kernels.experts import (
 from minisgl_backend.kernels.routing import NO_EXTRAS, Choices, RouterExtras
 from minisgl_backend.layers.expert_memory import ExpertMemory
 from minisgl_backend.layers.feed_forward import GatedMLP, UngatedMLP
+from minisgl_backend.layers.linear import MergedColumnLinear
 from minisgl_backend.layers.norm import Normed, RMSNorm, add_sum
 from minisgl_backend.layers.quantized_matrix import Matrices
 from minisgl_backend.layers.quantized_place import place_in
@@ -86,9 +87,20 @@ class ExpertsMLP(nn.Module):
             )
             self._shared_gate_format = matrices.format_of(f"{name}.{shared.name}_gate")
             self.shared_gate = empty_parameter(1, hidden_size) if shared.gated else None
+        self.into_latent: MergedColumnLinear | None = None
+        self.from_latent: MergedColumnLinear | None = None
+        self._hidden = Share(hidden_size, 0, hidden_size)
+        if (latent_size := spec.latent_size) is not None:
+            latent = Share(latent_size, 0, latent_size)
+            self.into_latent = MergedColumnLinear(
+                name, hidden_size, {"fc1_latent_proj": latent}, bias=False, matrices=matrices
+            )
+            self.from_latent = MergedColumnLinear(
+                name, latent_size, {"fc2_latent_proj": self._hidden}, bias=False, matrices=matrices
+            )
         self.memory = ExpertMemory(
             f"{name}.experts",
-            hidden_size,
+            latent_size or hidden_size,
             spec,
             group=group,
             matrices=matrices,
@@ -171,7 +183,8 @@ class ExpertsMLP(nn.Module):
         pdl: bool,
         adapted: AdaptedTokens | None = None,
     ) -> tuple[Tensor, Normed]:
-        if self._is_invariant or not self._has_kernel(x.x) or self.group.size > 1:
+        adds = self._has_kernel(x.x) and self.from_latent is None and self.group.size == 1
+        if self._is_invariant or not adds:
             part = self.part(x, pdl=pdl, adapted=adapted)
             return residual, add_sum(residual, part, norm, self.group, pdl=pdl)
         outputs = self._outputs(x, pdl, adapted)
@@ -209,11 +222,14 @@ class ExpertsMLP(nn.Module):
         if self._is_invariant:
             read, choices = self._routed(x.normalized(pdl=pdl))
             return fused_experts(read, self.weights, choices, invariant=True)
-        if self._has_kernel(x.x):
+        if self._has_kernel(x.x) and self.from_latent is None:
             return sum_outputs(*self._outputs(x, pdl, adapted), pdl=pdl)
         rows = x.normalized(pdl=pdl)
         read, choices = self._routed(rows)
-        part = fused_experts_reference(read, self.weights, choices)
+        compute = fused_experts if self.fused else fused_experts_reference
+        part = compute(read, self.weights, choices)
+        if self.from_latent is not None:
+            part = self.from_latent(Normed(part), pdl=pdl)
         shared = self._of_shared(Normed(rows), pdl, adapted)
         return part if shared is None else (part + shared.opened()).to(part.dtype)
 
@@ -279,9 +295,11 @@ class ExpertsMLP(nn.Module):
         return self.memory.weights if self._packed is None else self._packed
 
     def _routed(self, x: Tensor) -> tuple[Tensor, Choices]:
-        """What the experts read, which is ``x`` or scaled, [num_tokens, hidden_size], and which
-        experts do."""
+        """What the experts read, which is ``x`` or scaled, [num_tokens, hidden_size], or its latent
+        state, [num_tokens, latent_size]; and which experts do."""
         choices = self._held(self.router(x))
+        if self.into_latent is not None:
+            return self.into_latent(Normed(x), pdl=False), choices
         if not self.spec.scales_inputs:
             return x, choices
         scaled = x * choices.weights.to(x.dtype)  # by that of a token's only expert
@@ -308,6 +326,9 @@ class ExpertsMLP(nn.Module):
                 one, gate = Share(1, 0, 1), self.shared_gate.data
                 yield (
                     f"{spec.shared.name}_gate.weight",
-                    place_in(gate, slice(None), self._shared_gate_format, one, self.memory.outer),
+                    place_in(gate, slice(None), self._shared_gate_format, one, self._hidden),
                 )
+        for linear in (self.into_latent, self.from_latent):
+            for own, place in () if linear is None else linear.places():
+                yield own.removeprefix("../"), place
         yield from collect_places(self.memory, "experts").items()

@@ -416,8 +416,9 @@ class ModelSpec:
         inactive = tables = 0
         if self.moe is not None:
             experts = self.moe.experts
-            rows = len(self.moe.layers) * (experts.num_rows - experts.num_active_rows)
-            inactive = rows * self.hidden_size
+            of_layer = experts.num_weights(self.hidden_size)
+            of_layer -= experts.num_active_weights(self.hidden_size)
+            inactive = len(self.moe.layers) * of_layer
         if (inputs := self.layer_inputs) is not None:
             tables = self.num_layers * inputs.size * inputs.vocab_size
         embeddings = (1 if self.tie_embeddings else 2) * self.vocab_size * self.hidden_size
@@ -440,7 +441,8 @@ class ModelSpec:
         with_experts, experts = frozenset[int](), 0
         if self.moe is not None:
             with_experts = frozenset() if self.moe.beside else self.moe.layers
-            experts = len(self.moe.layers) * self.moe.experts.num_active_rows * self.hidden_size
+            of_layer = self.moe.experts.num_active_weights(self.hidden_size)
+            experts = len(self.moe.layers) * of_layer
         widths = (
             self.intermediate_size_of(layer)
             for layer in range(self.num_layers)

@@ -35,7 +35,7 @@ DENSE = [
 ]
 EXPERTS = [
     *("qwen3.5-experts", "qwen3.5-experts-multimodal", "qwen3-next", "qwen3-next-sparse"),
-    *("nemotron-h-experts", "granite-hybrid"),
+    *("nemotron-h-experts", "nemotron-h-latent", "granite-hybrid"),
 ]
 
 

@@ -139,9 +139,9 @@ def _mamba(config: ConfigReader, layers: frozenset[int]) -> MambaSpec:
 def _experts(config: ConfigReader, layers: frozenset[int]) -> MoeSpec:
     """Experts by DeepSeek's router, and one that all tokens take."""
     check_always(config, {"mlp_bias": False})
+    latent = None
     if "moe_latent_size" in config.values:
-        latent = config.values["moe_latent_size"]
-        raise config.error("moe_latent_size", "absent: experts read hidden states", latent)
+        latent = config.integer("moe_latent_size", maximum=MOST_WIDTH)
     num_experts = config.integer("num_local_experts", 8, maximum=MOST_EXPERTS)
     rule = RoutingRule(
         num_experts=config.integer("n_routed_experts", num_experts, maximum=MOST_EXPERTS),
@@ -159,5 +159,6 @@ def _experts(config: ConfigReader, layers: frozenset[int]) -> MoeSpec:
         intermediate_size=config.integer("moe_intermediate_size", 7688, maximum=MOST_WIDTH),
         shared=SharedExpert(name="shared_experts", intermediate_size=shared),
         gate=None,
+        latent_size=latent,
     )
     return MoeSpec(experts=experts, layers=layers)

@@ -180,14 +180,16 @@ def test_sigmoid_router_with_groups(normalize: bool, groups: tuple[int, int], x:
     check(theirs, ExpertsSpec(routing=rule, intermediate_size=INNER_SIZE, shared=shared), x)
 
 
+@pytest.mark.parametrize("latent_size", [None, 20])
 @pytest.mark.parametrize("fused", [True, False])
-def test_experts_without_gates(x: Tensor, fused: bool) -> None:
+def test_experts_without_gates(x: Tensor, fused: bool, latent_size: int | None) -> None:
     config = NemotronHConfig(
         hidden_size=HIDDEN_SIZE,
         moe_intermediate_size=INNER_SIZE,
         moe_shared_expert_intermediate_size=2 * INNER_SIZE,
         n_routed_experts=NUM_EXPERTS,
         num_experts_per_tok=3,
+        moe_latent_size=latent_size,
     )
     theirs = drawn(NemotronHMoE, config)
     rule = RoutingRule(
@@ -198,10 +200,10 @@ def test_experts_without_gates(x: Tensor, fused: bool) -> None:
         intermediate_size=INNER_SIZE,
         shared=SharedExpert(name="shared_experts", intermediate_size=2 * INNER_SIZE),
         gate=None,
+        latent_size=latent_size,
     )
     check(theirs, spec, x, fused=fused)
-    rows = NUM_EXPERTS + (NUM_EXPERTS + 2) * 2 * INNER_SIZE
-    assert (spec.num_rows, spec.num_active_rows) == (rows, NUM_EXPERTS + 5 * 2 * INNER_SIZE)
+    assert spec.num_weights(HIDDEN_SIZE) == sum(each.numel() for each in theirs.parameters())
 
 
 def test_biases_and_a_clamped_gate(x: Tensor) -> None:

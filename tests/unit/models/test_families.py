@@ -516,6 +516,10 @@ def test_experts_of_nemotron_3_nano() -> None:
     assert spec.moe is not None and spec.moe.experts == experts and len(spec.moe.layers) == 23
     assert 31 < spec.num_parameters / 1e9 < 32
     assert 2.8 < spec.num_active_parameters / 1e9 < 2.9
+    latent = parse_spec({**NEMOTRON_3_NANO_30B_A3B, "moe_latent_size": 1344})
+    assert latent.moe == MoeSpec(experts=replace(experts, latent_size=1344), layers=spec.moe.layers)
+    fewer = 23 * (128 * 1856 * 2 * 1344 - 2 * 1344 * 2688)
+    assert spec.num_parameters - latent.num_parameters == fewer
 
 
 @pytest.mark.parametrize(
@@ -533,7 +537,7 @@ def test_experts_of_nemotron_3_nano() -> None:
         ({"mamba_hidden_act": "gelu"}, "mamba_hidden_act 'gelu' is not supported"),
         ({"attention_bias": True}, "attention_bias True is not supported"),
         ({"sliding_window": 512}, "sliding_window 512 is not supported"),
-        ({"moe_latent_size": 1024}, "moe_latent_size must be absent"),
+        ({"moe_latent_size": 0}, "moe_latent_size must be an integer >= 1"),
         ({"mlp_bias": True}, "mlp_bias True is not supported"),
         ({"n_groups": 6}, "64 heads of Mamba cannot share 6 groups"),
     ],

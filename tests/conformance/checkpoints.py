@@ -1037,14 +1037,6 @@ CASES: Final[Mapping[str, Callable[[], PreTrainedModel]]] = MappingProxyType(
                 routed_scaling_factor=2.5,
             )
         ),
-        "nemotron-h-latent": lambda: _corrected(
-            _nemotron_h(
-                layers_block_type=["moe", "linear_attention", "full_attention", "moe"],
-                moe_latent_size=40,
-                n_routed_experts=8,
-                num_experts_per_tok=3,
-            )
-        ),
         "granite-hybrid": _granite_hybrid,
         "granite-hybrid-dense": lambda: _granite_hybrid(
             num_local_experts=0,
@@ -1068,6 +1060,14 @@ CASES: Final[Mapping[str, Callable[[], PreTrainedModel]]] = MappingProxyType(
             mamba_conv_bias=False,
             mamba_n_groups=2,
             tie_word_embeddings=True,
+        ),
+        "nemotron-h-latent": lambda: _corrected(
+            _nemotron_h(
+                layers_block_type=["moe", "linear_attention", "full_attention", "moe"],
+                moe_latent_size=40,
+                n_routed_experts=8,
+                num_experts_per_tok=3,
+            )
         ),
     }
 )

@@ -1045,6 +1045,7 @@ CASES: Final[Mapping[str, Callable[[], PreTrainedModel]]] = MappingProxyType(
             attention_bias=True,
             tie_word_embeddings=True,
             embedding_multiplier=0.5,
+            logits_scaling=0.5,
         ),
         "granite-hybrid-rope": lambda: _granite_hybrid(
             layer_types=["full_attention"] * 2,

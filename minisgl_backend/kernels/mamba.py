@@ -43,7 +43,7 @@ class MambaWeights:
     ``conv`` [num_channels, width] and ``conv_bias`` [num_channels] are the convolution's; the last
     column is for the token itself. ``log_rates`` (of decay), ``biases`` (of steps) and ``skips``
     (d above) are [num_heads]. ``norm`` [num_heads * head_dim] is the weight of the output's norm,
-    and ``eps`` that norm's. Steps are clamped to ``time_steps``.
+    and ``eps`` that norm's; None: the output is only gated. Steps are clamped to ``time_steps``.
     """
 
     num_groups: int
@@ -52,7 +52,7 @@ class MambaWeights:
     log_rates: Tensor
     biases: Tensor
     skips: Tensor
-    norm: Tensor
+    norm: Tensor | None
     eps: float
     time_steps: tuple[float, float]
 
@@ -190,9 +190,11 @@ def _rates(steps: Tensor, weights: MambaWeights) -> tuple[Tensor, Tensor]:
 
 
 def _gated(found: Tensor, z: Tensor, weights: MambaWeights) -> Tensor:
-    """What the heads read, [num_tokens, num_heads, head_dim], gated and normalized over the heads
-    of each group: float32 [num_tokens, num_heads * head_dim]."""
+    """What the heads read, [num_tokens, num_heads, head_dim], gated and, if there is a norm,
+    normalized over the heads of each group: float32 [num_tokens, num_heads * head_dim]."""
     opened = found.flatten(1) * F.silu(z.float())
+    if weights.norm is None:
+        return opened
     opened = opened.view(len(z), weights.num_groups, opened.shape[1] // weights.num_groups)
     wide = F.rms_norm(opened, opened.shape[-1:], None, weights.eps)
     return wide.flatten(1) * weights.norm

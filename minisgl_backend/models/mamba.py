@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from minisgl_backend.kernels.dispatch import at_least_float32
 from minisgl_backend.kernels.layer_states import LayerStates
 from minisgl_backend.kernels.mamba import MambaInputs, MambaWeights, mamba_runs, mamba_step
 from minisgl_backend.layers.linear import MergedColumnLinear, RowLinear
@@ -24,6 +25,7 @@ from minisgl_backend.layers.weight_place import (
     collect_places,
     empty_parameter,
     even_share,
+    kv_head_share,
 )
 from minisgl_backend.models.spec import MambaSpec, ModelSpec
 from minisgl_backend.models.token_mixing import StepContext
@@ -33,11 +35,29 @@ if TYPE_CHECKING:
     from minisgl_backend.kernels.cuda.linear import TensorCores
 
 
+class _NormAcrossRanks:
+    """The norm over the heads of a group of which each rank has some."""
+
+    def __init__(self, shape: MambaSpec, eps: float, group: Group):
+        self._num_groups, self._size, self._eps = shape.num_groups, shape.inner_size, eps
+        self._group = group
+
+    def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
+        """``x`` [num_tokens, this rank's values], normalized."""
+        wide, groups = at_least_float32(x), self._num_groups
+        own = self._group.rank * groups // self._group.size
+        squares = torch.zeros(len(x), groups, dtype=wide.dtype, device=x.device)
+        squares[:, own] = wide.square().sum(dim=1)
+        mean = self._group.all_reduce(squares)[:, own] * (groups / self._size)
+        return (wide * torch.rsqrt(mean + self._eps)[:, None] * weight).to(x.dtype)
+
+
 class MambaMixer(nn.Module):
     """The layer (``TokenMixer``), with this rank's heads.
 
     One projection gives z, the gate of the output; x, the values; B and C, by which states are
-    written and read, for each group of heads; and the steps dt.
+    written and read, for each group of heads; and the steps dt. If there are more ranks than
+    groups, neighbouring ranks hold the same group's B and C.
     """
 
     states: LayerStates
@@ -48,7 +68,7 @@ class MambaMixer(nn.Module):
         assert isinstance(shape, MambaSpec)
         self.local = shape.of_rank(group.size)
         inner = even_share(shape.inner_size, group, "the values of Mamba's heads")
-        groups = even_share(shape.group_size, group, "the states of Mamba's groups")
+        groups = kv_head_share(shape.num_groups, shape.state_size, group)
         heads = even_share(shape.num_heads, group, "the heads of Mamba")
         self._shares = {"x": inner, "b": groups, "c": groups}
         name = f"model.layers.{layer}.mamba"
@@ -77,6 +97,9 @@ class MambaMixer(nn.Module):
         self.norm_weight = empty_parameter(inner.size)
         self.eps = spec.norm_eps
         self._inner, self._heads = inner, heads
+        self._across: _NormAcrossRanks | None = None
+        if group.size > shape.num_groups:
+            self._across = _NormAcrossRanks(shape, spec.norm_eps, group)
 
     def bind(self, states: LayerStates) -> None:
         """Keep the states of rows in ``states`` from now on."""
@@ -108,7 +131,7 @@ class MambaMixer(nn.Module):
             mamba_step(out, inputs, weights, self.states, slots, pdl=step.pdl)
         if rows.runs is not None:
             mamba_runs(out, inputs, weights, self.states, rows.runs)
-        return out
+        return out if self._across is None else self._across(out, self.norm_weight)
 
     @property
     def _weights(self) -> MambaWeights:
@@ -119,7 +142,7 @@ class MambaMixer(nn.Module):
             self.log_rates,
             self.step_bias,
             self.skips,
-            self.norm_weight,
+            self.norm_weight if self._across is None else None,
             self.eps,
             self.local.time_steps,
         )

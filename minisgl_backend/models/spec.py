@@ -215,15 +215,17 @@ class MambaSpec:
         return self.num_channels + 2 * self.inner_size + self.num_heads
 
     def of_rank(self, num_ranks: int) -> MambaSpec:
-        """The heads of one of ``num_ranks`` ranks; raises ``ConfigError`` if they do not split."""
-        if self.num_groups % num_ranks:
+        """The heads of one of ``num_ranks`` ranks; raises ``ConfigError`` if they do not split. If
+        there are more ranks than groups, several ranks have heads of the same one."""
+        do_groups_split = self.num_groups % num_ranks == 0 or num_ranks % self.num_groups == 0
+        if not do_groups_split or self.num_heads % num_ranks:
             raise ConfigError(
-                f"{self.num_groups} groups of {self.num_heads} heads of Mamba cannot be split "
+                f"{self.num_heads} heads of Mamba in {self.num_groups} groups cannot be split "
                 f"evenly over {num_ranks} tensor-parallel ranks"
             )
         return replace(
             self,
-            num_groups=self.num_groups // num_ranks,
+            num_groups=max(1, self.num_groups // num_ranks),
             num_heads=self.num_heads // num_ranks,
         )
 

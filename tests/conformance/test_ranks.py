@@ -67,6 +67,8 @@ PAGE_SIZE = 16
         "granite-swa-biases",
         "granite-moe-swa-shared",
         "afmoe",
+        "bamba-biases",
+        "granite-hybrid",
         "granite-hybrid-dense",
         "nemotron-h",
         "nemotron-h-experts",

@@ -105,12 +105,13 @@ def test_mamba_step(
 
 
 @pytest.mark.parametrize("limits", [(0.5, math.inf), (0.25, 0.75)])
-@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("whole", [True, False])
 def test_steps_have_limits(
-    device: torch.device, dtype: torch.dtype, limits: tuple[float, float], biased: bool
+    device: torch.device, dtype: torch.dtype, limits: tuple[float, float], whole: bool
 ) -> None:
+    """Also without the convolution's bias, and without a norm."""
     weights = replace(made_weights(TINY, device, dtype), time_steps=limits)
-    weights = weights if biased else replace(weights, conv_bias=None)
+    weights = weights if whole else replace(weights, conv_bias=None, norm=None)
     states, wanted = made_states(TINY, 2, device, dtype)
     inputs = made_inputs(TINY, 70, device, dtype)
     inputs.steps.mul_(3)

@@ -157,6 +157,7 @@ def _gated_norm(
     eps,
     GROUPS: tl.constexpr,
     SIZE: tl.constexpr,  # values of a group
+    NORMS: tl.constexpr,
     PADDED: tl.constexpr,
 ):
     # tokens:  decoding rows, done | [begin, end) runs | padding, which gets zeros
@@ -169,16 +170,17 @@ def _gated_norm(
     at = out_ptr + t * (GROUPS * SIZE) + i
     x = tl.load(at, mask=inside & is_token, other=0.0).to(tl.float32)
     z = tl.load(z_ptr + t * z_stride + i, mask=inside & is_token, other=0.0).to(tl.float32)
-    weight = tl.load(norm_ptr + i, mask=inside, other=0.0).to(tl.float32)
     x *= silu(z)
-    x *= tl.rsqrt(tl.sum(x * x) / SIZE + eps) * weight
+    if NORMS:
+        weight = tl.load(norm_ptr + i, mask=inside, other=0.0).to(tl.float32)
+        x *= tl.rsqrt(tl.sum(x * x) / SIZE + eps) * weight
     tl.store(at, x.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def launch_mamba_blocks(
     out: Tensor,
     inputs: tuple[Tensor, Tensor, Tensor],
-    weights: tuple[Tensor, Tensor, Tensor, Tensor],
+    weights: tuple[Tensor, Tensor, Tensor, Tensor | None],
     states: Tensor,
     blocks: Tensor,
     runs: Tensor,
@@ -257,6 +259,7 @@ def launch_mamba_blocks(
         eps,
         GROUPS=num_groups,
         SIZE=size,
+        NORMS=norm is not None,
         PADDED=padded,
         num_warps=4 if padded < 4096 else 8,
     )

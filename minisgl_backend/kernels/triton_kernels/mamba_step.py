@@ -129,6 +129,7 @@ def _gated_norm(
     eps,
     GROUPS: tl.constexpr,
     SIZE: tl.constexpr,  # values of a group
+    NORMS: tl.constexpr,
     N: tl.constexpr,
     NP: tl.constexpr,
     BLOCK: tl.constexpr,  # SIZE, padded to a power of two
@@ -141,7 +142,6 @@ def _gated_norm(
     slot = tl.load(slots_ptr + row).to(tl.int64)
     i = group * SIZE + tl.arange(0, BLOCK)
     inside = tl.arange(0, BLOCK) < SIZE
-    weight = tl.load(norm_ptr + i, mask=inside, other=0.0).to(tl.float32)
     if PDL:
         wait_previous()
     if slot < 0:
@@ -150,7 +150,9 @@ def _gated_norm(
     x = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     z = tl.load(z_ptr + row * z_stride + i, mask=inside, other=0.0).to(tl.float32)
     x *= silu(z)
-    x *= tl.rsqrt(tl.sum(x * x) / SIZE + eps) * weight
+    if NORMS:
+        weight = tl.load(norm_ptr + i, mask=inside, other=0.0).to(tl.float32)
+        x *= tl.rsqrt(tl.sum(x * x) / SIZE + eps) * weight
     tl.store(at, x.to(out_ptr.dtype.element_ty), mask=inside)
     n = tl.arange(0, NP)
     row_inputs, token = inputs_ptr + slot * inputs_stride, channels_ptr + row * channels_stride
@@ -164,7 +166,7 @@ def launch_mamba_step(
     out: Tensor,
     inputs: tuple[Tensor, Tensor, Tensor],
     conv: tuple[Tensor, Tensor | None],
-    weights: tuple[Tensor, Tensor, Tensor, Tensor],
+    weights: tuple[Tensor, Tensor, Tensor, Tensor | None],
     states: tuple[Tensor, Tensor],
     slots: Tensor,
     *,
@@ -181,7 +183,7 @@ def launch_mamba_step(
     num_rows, (num_heads, head_dim, state_size) = len(slots), matrices.shape[1:]
     if num_rows == 0:
         return
-    assert all(of.is_contiguous() for of in (out, weight, kept[0], matrices[0], norm))
+    assert all(of.is_contiguous() for of in (out, weight, kept[0], matrices[0]))
     assert z.stride(1) == channels.stride(1) == steps.stride(1) == 1
     assert kept.shape[2] == weight.shape[1] - 1
     padded, width = triton.next_power_of_2(state_size), weight.shape[1]
@@ -232,6 +234,7 @@ def launch_mamba_step(
         eps,
         GROUPS=num_groups,
         SIZE=size,
+        NORMS=norm is not None,
         N=state_size,
         NP=padded,
         BLOCK=block,

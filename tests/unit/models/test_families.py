@@ -497,6 +497,8 @@ def test_layers_of_nemotron_nano() -> None:
     assert mamba.matrices == (128, 80, 128) and mamba.num_channels == 12_288
     assert mamba.time_steps == (0.0, math.inf) and mamba.conv_bias and not mamba.bias
     assert mamba.of_rank(8).matrices == (16, 80, 128)
+    with pytest.raises(ConfigError, match="128 heads of Mamba in 8 groups cannot be split evenly"):
+        mamba.of_rank(3)
     assert 8.8 < spec.num_parameters / 1e9 < 8.9
     kinds = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
     pattern = NEMOTRON_NANO_9B_V2["hybrid_override_pattern"]
@@ -779,6 +781,9 @@ def test_layers_and_experts_of_granite_4() -> None:
     experts = ExpertsSpec(routing=rule, intermediate_size=512, shared=shared, router="router")
     assert spec.moe == MoeSpec(experts=experts, layers=frozenset(range(40)))
     assert 6.8 < spec.num_parameters / 1e9 < 7
+    assert (mamba.of_rank(4).num_groups, mamba.of_rank(4).matrices) == (1, (12, 64, 128))
+    with pytest.raises(ConfigError, match="48 heads of Mamba in 1 groups cannot be split evenly"):
+        mamba.of_rank(5)
     assert parse_spec({**GRANITE_4_H_TINY, "mamba_d_head": "auto"}) == spec
     dense = parse_spec({**GRANITE_4_H_TINY, "num_local_experts": 0})
     assert dense.moe is None and dense.intermediate_size == 1024

@@ -47,11 +47,15 @@ def test_every_id_of_the_model_is_one_of_the_tokenizer(
         "qwen3.6": 248_320,
         "gemma-3": 262_208,
         "gemma-4": 262_144,
+        "granite-4": 100_352,
+        "nemotron-nano": 131_072,
+        "nemotron-3": 131_072,
     }
     family = "-".join(shape.split("-")[: 1 if shape.startswith("qwen") else 2])
     assert spec.vocab_size == vocab_sizes[family]
     assert (spec.moe is not None) == (bool(re.search(r"-a\d+b$", shape)) or family == "gpt-oss")
-    assert (spec.recurrent is not None) == (family == "qwen3.6")
+    recurrent = ("qwen3.6", "granite-4", "nemotron-nano", "nemotron-3")
+    assert (spec.recurrent is not None) == (family in recurrent)
     assert num_tokens(tmp_path / "model", sizes) == spec.vocab_size
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +14,7 @@ from safetensors.torch import load_file
 
 from minisgl_backend.cli.main import main
 from minisgl_backend.models.decoder import Decoder
-from minisgl_backend.models.spec import DeltaSpec
+from minisgl_backend.models.spec import DeltaSpec, MambaSpec
 from minisgl_bench.step_bytes import bytes_of_decode
 from tests.conformance.checkpoints import CONTEXT, write_checkpoint
 from tests.conformance.engines import TinyEngine, load_model
@@ -80,6 +81,16 @@ def test_recurrent_states_are_read_and_now_and_then_written(tmp_path: Path) -> N
         row = bytes_of_decode(model, 2, 7) - bytes_of_decode(model, 1, 7)
         pages = len(model.spec.attention_layers) * 7 * of_position(model, 3)
         assert row == num_recurrent * (state + state // 8) + pages
+
+
+def test_states_of_mamba_are_read_and_written(tmp_path: Path) -> None:
+    with bound("nemotron-h", tmp_path) as (model, _):
+        shape = model.spec.recurrent
+        assert isinstance(shape, MambaSpec)
+        state = math.prod(shape.matrices) + shape.num_channels * (shape.conv_width - 1)
+        row = bytes_of_decode(model, 2, 7) - bytes_of_decode(model, 1, 7)
+        pages = 7 * of_position(model, model.spec.attention_layers[0])
+        assert row == len(shape.layers) * 2 * state * FLOAT + pages
 
 
 def test_the_benchmark_shows_the_time_at_a_rate(tmp_path: Path) -> None:

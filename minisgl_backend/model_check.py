@@ -56,6 +56,11 @@ def checked_spec(options: EngineOptions, folder: Path, device: str | None) -> Mo
     for name in ("state_snapshots", "state_dtype"):
         if getattr(options, name) and spec.recurrent is None:
             raise ConfigError(f"option {name}: {spec.architecture} has no recurrent layers")
+    if options.enable_lora and spec.names.scaled:
+        raise ConfigError(
+            f"option enable_lora: {spec.architecture} has multipliers that are in its weights, and "
+            "would be missing in what adapters add"
+        )
     if options.load_format == "auto":
         check_weights(spec, weight_files(folder, spec.names))
     if device == "cpu":

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.kernels.adapters import RANK_STEP, AdapterMemory
-from minisgl_backend.layers.experts import ExpertsMLP
 from minisgl_backend.layers.feed_forward import GatedMLP, UngatedMLP
 from minisgl_backend.layers.linear import MergedColumnLinear, RowLinear
 from minisgl_backend.layers.weight_place import Share
@@ -204,8 +203,7 @@ def _alike(model: Decoder) -> list[Sequence[MergedColumnLinear | RowLinear]]:
     decoder layers, with those of the same kind together. Other layers take no adapters."""
     found: dict[tuple[object, ...], list[MergedColumnLinear | RowLinear]] = {}
     for layer in model.layers:
-        shared = layer.mlp.shared if isinstance(layer.mlp, ExpertsMLP) else None
-        for part in (layer.mixer, layer.mlp, shared):
+        for part in layer.modules():
             if not isinstance(part, (SelfAttention, GatedMLP, UngatedMLP)):
                 continue
             for name, module in part.named_children():

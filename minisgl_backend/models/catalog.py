@@ -29,6 +29,7 @@ from minisgl_backend.models.families.deepseek_experts import (
 )
 from minisgl_backend.models.families.ernie import read_ernie4_5, read_ernie4_5_moe
 from minisgl_backend.models.families.exaone import read_exaone4, read_exaone4_5, read_exaone_moe
+from minisgl_backend.models.families.falcon import read_falcon_h1
 from minisgl_backend.models.families.gemma import (
     read_gemma3,
     read_gemma3_text,
@@ -266,6 +267,7 @@ ARCHITECTURES: Final[Mapping[str, Callable[[ConfigReader], ModelSpec]]] = Mappin
         "GptOssForCausalLM": read_gpt_oss,
         "NemotronHForCausalLM": read_nemotron_h,
         "BambaForCausalLM": read_bamba,
+        "FalconH1ForCausalLM": read_falcon_h1,
     }
 )
 """Keyed by the names in config.json."""

@@ -174,13 +174,14 @@ class Decoder(nn.Module):
 
     def bind_pages(self, pages: Sequence[PagedKV]) -> None:
         """Give each layer with attention the pages of its keys and values."""
-        mixers = [layer.mixer for layer in self.layers if isinstance(layer.mixer, SelfAttention)]
-        for mixer in mixers:
-            mixer.bind(pages[mixer.layer])
+        for module in self.model.layers.modules():
+            if isinstance(module, SelfAttention):
+                module.bind(pages[module.layer])
 
     def bind_states(self, states: Sequence[LayerStates]) -> None:
         """Give each recurrent layer the states of rows."""
-        mixers = [layer.mixer for layer in self.layers if isinstance(layer.mixer, RecurrentMixer)]
+        modules = self.model.layers.modules()
+        mixers = [module for module in modules if isinstance(module, RecurrentMixer)]
         for mixer, of_layer in zip(mixers, states, strict=True):
             mixer.bind(of_layer)
 

@@ -18,6 +18,7 @@ from minisgl_backend.layers.norm import Normed, RMSNorm, add_normed
 from minisgl_backend.layers.quantized_matrix import Matrices
 from minisgl_backend.models.gated_delta_net import GatedDeltaNet
 from minisgl_backend.models.mamba import MambaMixer
+from minisgl_backend.models.parallel_mixer import ParallelMixer
 from minisgl_backend.models.spec import DeltaSpec, ModelSpec
 from minisgl_backend.models.token_mixing import SelfAttention, StepContext, TokenMixer
 from minisgl_backend.parallel.group import Group
@@ -183,13 +184,17 @@ def _plain_mlp(
 
 def _token_mixer(
     spec: ModelSpec, layer: int, group: Group, matrices: Matrices
-) -> tuple[str, SelfAttention | RecurrentMixer]:
+) -> tuple[str, SelfAttention | RecurrentMixer | ParallelMixer]:
     """The name in the checkpoint of a layer's token mixing, and the module, by its kind."""
-    if spec.recurrent is not None and layer in spec.recurrent.layers:
-        if isinstance(spec.recurrent, DeltaSpec):
-            return "linear_attn", GatedDeltaNet(spec, layer, group, matrices)
-        return "mamba", MambaMixer(spec, layer, group, matrices)
-    return "self_attn", SelfAttention(spec, layer, group, matrices)
+    if spec.recurrent is None or layer not in spec.recurrent.layers:
+        return "self_attn", SelfAttention(spec, layer, group, matrices)
+    is_delta = isinstance(spec.recurrent, DeltaSpec)
+    name = "linear_attn" if is_delta else "mamba"
+    mixer = (GatedDeltaNet if is_delta else MambaMixer)(spec, layer, group, matrices)
+    if not spec.parallel_mixers:
+        return name, mixer
+    attention = SelfAttention(spec, layer, group, matrices)
+    return "mixers", ParallelMixer(attention, mixer, name)
 
 
 def _feed_forward(

@@ -94,11 +94,11 @@ class MambaMixer(nn.Module):
         self.conv_bias = empty_parameter(channels) if shape.conv_bias else None
         self.log_rates, self.step_bias = empty_parameter(heads.size), empty_parameter(heads.size)
         self.skips = empty_parameter(heads.size)
-        self.norm_weight = empty_parameter(inner.size)
+        self.norm_weight = empty_parameter(inner.size) if shape.normed else None
         self.eps = spec.norm_eps
         self._inner, self._heads = inner, heads
         self._across: _NormAcrossRanks | None = None
-        if group.size > shape.num_groups:
+        if shape.normed and group.size > shape.num_groups:
             self._across = _NormAcrossRanks(shape, spec.norm_eps, group)
 
     def bind(self, states: LayerStates) -> None:
@@ -131,7 +131,9 @@ class MambaMixer(nn.Module):
             mamba_step(out, inputs, weights, self.states, slots, pdl=step.pdl)
         if rows.runs is not None:
             mamba_runs(out, inputs, weights, self.states, rows.runs)
-        return out if self._across is None else self._across(out, self.norm_weight)
+        if self._across is None or self.norm_weight is None:
+            return out
+        return self._across(out, self.norm_weight)
 
     @property
     def _weights(self) -> MambaWeights:
@@ -162,8 +164,9 @@ class MambaMixer(nn.Module):
         of_heads = {"A_log": self.log_rates, "dt_bias": self.step_bias, "D": self.skips}
         for name, parameter in of_heads.items():
             yield name, WeightPlace(parameter.data, (self._heads.total,), 0, self._heads.start)
-        norm = self.norm_weight.data
-        yield "norm.weight", WeightPlace(norm, (self._inner.total,), 0, self._inner.start)
+        if self.norm_weight is not None:
+            norm, share = self.norm_weight.data, self._inner
+            yield "norm.weight", WeightPlace(norm, (share.total,), 0, share.start)
         for own_name, place in self.in_proj.places():
             yield own_name.removeprefix("../"), place
         yield from collect_places(self.out_proj, "out_proj").items()

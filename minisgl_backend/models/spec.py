@@ -167,9 +167,9 @@ class MambaSpec:
 
     Each of ``num_heads`` heads has ``head_dim`` values and a state of ``state_size`` numbers for
     each. Heads are in ``num_groups`` groups of neighbours, which share what writes and reads
-    states, and under one norm. ``conv_bias``, ``bias``: the convolution and the projections have
-    biases. ``time_steps``: the least and the largest step, after softplus. ``state_dtype``: the
-    type that the checkpoint names for states.
+    states, and are under one norm unless ``normed`` is false. ``conv_bias``, ``bias``: the
+    convolution and the projections have biases. ``time_steps``: the least and the largest step,
+    after softplus. ``state_dtype``: the type that the checkpoint names for states.
     """
 
     num_heads: int
@@ -180,6 +180,7 @@ class MambaSpec:
     layers: frozenset[int]
     conv_bias: bool = True
     bias: bool = False
+    normed: bool = True
     time_steps: tuple[float, float] = (0.0, math.inf)
     state_dtype: str = "float32"
 
@@ -273,8 +274,10 @@ class ModelSpec:
     logits. ``gated_attention``: attention's output is multiplied by a gate computed from its input;
     with ``gates_apart`` by a projection of its own, otherwise by that of the queries.
     ``sinks``: the softmax of each head has one more score, which is learned. ``recurrent``
-    describes the layers that mix tokens without attention. With ``single_parts`` each layer is only
-    token mixing, or only a feed-forward block, with one norm; there is one entry per layer.
+    describes the layers that mix tokens without attention or, with ``parallel_mixers``, by both:
+    the layer adds what attention and the other make of the same input. With ``single_parts`` each
+    layer is only token mixing, or only a feed-forward block, with one norm; there is one entry per
+    layer.
 
     ``kv_heads`` has one entry per layer, unless all layers have ``num_kv_heads`` heads of size
     ``head_dim``; so has ``intermediate_sizes``, unless all feed-forward blocks have the same width.
@@ -317,6 +320,7 @@ class ModelSpec:
     gates_apart: bool = False
     sinks: bool = False
     recurrent: RecurrentSpec | None = None
+    parallel_mixers: bool = False
     single_parts: tuple[Part, ...] = ()
     kv_heads: tuple[KVHeads, ...] = ()
     intermediate_sizes: tuple[int, ...] = ()
@@ -393,7 +397,7 @@ class ModelSpec:
     def attends(self, layer: int) -> bool:
         """Whether a layer mixes tokens by attention."""
         is_recurrent = self.recurrent is not None and layer in self.recurrent.layers
-        return self.has_part(layer, "mixer") and not is_recurrent
+        return self.has_part(layer, "mixer") and (self.parallel_mixers or not is_recurrent)
 
     def kv_source(self, layer: int) -> int:
         """The layer whose keys and values a layer with attention reads, usually its own."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Final
 
@@ -25,6 +25,8 @@ _OUTPUTS_AT: Final = {
     **dict.fromkeys(("qweight", "qzeros", "scales"), 1),
 }
 """The dimension of a tensor that is its module's outputs, or blocks or words of outputs."""
+_SCALABLE: Final = ("weight", "weight_scale", "weight_scale_inv", "scales")
+"""Tensors that a factor of the weight multiplies, unless they are codes."""
 _FOR_ALL_PARTS: Final = ("input_scale", "g_idx", "weight_g_idx")
 _NEEDLESS: Final = ("weight_shape",)
 """Says about a merged module what its other tensors say as well."""
@@ -50,6 +52,7 @@ class StoredAs:
     ``region``. ``shape`` is the weight's own. If ``transposed``, the weight is a matrix, and what
     is read has its dimensions the other way round.
 
+    ``scale`` multiplies what is read: numbers in floating point or, of quantized weights, scales.
     With a ``period``, the weight is scattered: it consists of as many such regions as fit into its
     shape. Each begins ``period`` after the one before. They are joined along the last dimension
     that the region names.
@@ -60,6 +63,7 @@ class StoredAs:
     region: Region = ()
     transposed: bool = False
     period: int | None = None
+    scale: float = 1.0
 
     @property
     def joined_at(self) -> int:
@@ -117,7 +121,8 @@ class TensorNames:
     With ``keeps_stacks`` a tensor of all experts is one weight, not several of one expert each.
     With ``transposed_stacks`` inputs come before outputs in such tensors, which are plain. With
     ``order_by_hidden_size`` files may have either order: it is the usual one unless the tensor, or
-    the scales of its blocks, would then be of another hidden size.
+    the scales of its blocks, would then be of another hidden size. ``scaled``: the factors of some
+    weights without biases, by the ends of the decoder's names of their modules.
     """
 
     renamed: tuple[tuple[str, str], ...] = ()
@@ -129,12 +134,22 @@ class TensorNames:
     keeps_stacks: bool = False
     transposed_stacks: bool = False
     order_by_hidden_size: int | None = None
+    scaled: Mapping[str, float] = field(default_factory=dict)
 
     def weights(self, name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, StoredAs]]:
         """The decoder's weights that the tensor ``name`` in a file holds; none if it is left out.
 
         Raises ``ConfigError`` if a merged tensor cannot be taken apart.
         """
+        for weight, stored in self._weights(name, shape):
+            module, _, kind = weight.rpartition(".")
+            factors = (factor for end, factor in self.scaled.items() if module.endswith(end))
+            factor = next(factors, 1.0)
+            is_scaled = factor != 1.0 and kind in _SCALABLE
+            yield weight, replace(stored, scale=factor) if is_scaled else stored
+
+    def _weights(self, name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, StoredAs]]:
+        """The same without factors."""
         if name.startswith(self.left_out) or (self.multimodal and _OTHER_PARTS.match(name)):
             return
         own = name

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import Any, Final
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -29,6 +29,9 @@ from minisgl_backend.models.tensor_names import LAYER, StoredAs, TensorNames
 from minisgl_backend.progress import Progress, unseen
 
 logger = logging.getLogger(__name__)
+
+_FLOATS: Final = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+"""Types of numbers other than codes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -212,6 +215,8 @@ def _read_file(path: Path, uses: Mapping[str, _Use]) -> Iterator[tuple[str, Tens
             ]
             values = parts[0] if len(parts) == 1 else torch.cat(parts, dim=stored.joined_at)
             values = values.T if stored.transposed else values
+            if stored.scale != 1.0 and values.dtype in _FLOATS:
+                values = values.to(torch.promote_types(values.dtype, torch.float32)) * stored.scale
             if use.wanted.is_scale:
                 _check_scale(stored.name, values, signed=use.wanted.signed)
             yield name, values

@@ -31,6 +31,8 @@ from transformers import (
     Exaone4ForCausalLM,
     ExaoneMoeConfig,
     ExaoneMoeForCausalLM,
+    FalconH1Config,
+    FalconH1ForCausalLM,
     Gemma3Config,
     Gemma3ForCausalLM,
     Gemma3ForConditionalGeneration,
@@ -617,6 +619,28 @@ def _bamba(**changes: Any) -> PreTrainedModel:
     return BambaForCausalLM(BambaConfig(**values))
 
 
+def _falcon_h1(**changes: Any) -> PreTrainedModel:
+    """Attention and Mamba 2 side by side, with multipliers that are no powers of two."""
+    values = {
+        **_SHAPE,
+        "mamba_n_heads": 6,
+        "mamba_d_ssm": 96,
+        "mamba_d_state": 16,
+        "mamba_n_groups": 2,
+        "attention_in_multiplier": 0.9,
+        "attention_out_multiplier": 0.7,
+        "key_multiplier": 0.6,
+        "mlp_multipliers": [0.8, 0.55],
+        "ssm_in_multiplier": 1.3,
+        "ssm_multipliers": [0.7, 0.9, 0.6, 1.2, 0.8],
+        "ssm_out_multiplier": 0.45,
+        "embedding_multiplier": 3.0,
+        "lm_head_multiplier": 0.4,
+        **changes,
+    }
+    return FalconH1ForCausalLM(FalconH1Config(**values))
+
+
 def _nemotron_h(**changes: Any) -> PreTrainedModel:
     """Attention after the first Mamba 2 layers, with heads of a size that is no power of two."""
     values = {
@@ -1069,6 +1093,16 @@ CASES: Final[Mapping[str, Callable[[], PreTrainedModel]]] = MappingProxyType(
                 n_routed_experts=8,
                 num_experts_per_tok=3,
             )
+        ),
+        "falcon-h1": _falcon_h1,
+        "falcon-h1-norm": lambda: _falcon_h1(
+            mamba_rms_norm=True,
+            mamba_norm_before_gate=False,
+            mamba_d_ssm=None,
+            mamba_n_heads=8,
+            mamba_n_groups=4,
+            key_multiplier=1.0,
+            tie_word_embeddings=True,
         ),
     }
 )

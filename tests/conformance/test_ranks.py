@@ -68,6 +68,7 @@ PAGE_SIZE = 16
         "granite-moe-swa-shared",
         "afmoe",
         "bamba-biases",
+        "falcon-h1-norm",
         "granite-hybrid",
         "granite-hybrid-dense",
         "nemotron-h",

@@ -32,6 +32,7 @@ BROAD: dict[str, Any] = {"attention_backend": "triton"}
 DENSE = [
     *("qwen3.5", "qwen3.5-tied", "qwen3.5-multimodal"),
     *("nemotron-h", "nemotron-h-biases", "granite-hybrid-dense", "bamba"),
+    *("falcon-h1", "falcon-h1-norm"),
 ]
 EXPERTS = [
     *("qwen3.5-experts", "qwen3.5-experts-multimodal", "qwen3-next", "qwen3-next-sparse"),

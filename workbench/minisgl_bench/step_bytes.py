@@ -18,6 +18,7 @@ from minisgl_backend.layers.experts import ExpertsMLP
 from minisgl_backend.models.decoder import Decoder
 from minisgl_backend.models.gated_delta_net import GatedDeltaNet
 from minisgl_backend.models.mamba import MambaMixer
+from minisgl_backend.models.parallel_mixer import ParallelMixer
 from minisgl_backend.models.token_mixing import SelfAttention, TokenMixer
 from minisgl_backend.plan import WHOLE_EVERY
 
@@ -47,6 +48,9 @@ def _bytes_of_row(mixer: TokenMixer | None, num_seen: int) -> int:
     """What token mixing reads and writes for a row that sees ``num_seen`` tokens."""
     if mixer is None:
         return 0
+    if isinstance(mixer, ParallelMixer):
+        both = mixer.attention, mixer.other
+        return sum(_bytes_of_row(each, num_seen) for each in both)
     if isinstance(mixer, MambaMixer):
         return 2 * (mixer.states.conv[0].nbytes + mixer.states.matrices[0].nbytes)
     if isinstance(mixer, GatedDeltaNet):

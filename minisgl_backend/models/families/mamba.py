@@ -38,10 +38,19 @@ def read_time_steps(config: ConfigReader) -> tuple[float, float]:
     return float(found[0]), float(found[1])
 
 
-def read_mamba(config: ConfigReader, hidden_size: int, layers: frozenset[int]) -> MambaSpec:
-    """The layers in the keys that Granite and Bamba have for them."""
+def read_mamba(
+    config: ConfigReader,
+    hidden_size: int,
+    layers: frozenset[int],
+    *,
+    inner: int | None = None,
+    normed: bool = True,
+) -> MambaSpec:
+    """The layers in the keys that Granite, Bamba and Falcon have for them. ``inner``: the values of
+    all heads, if it is not ``mamba_expand`` that gives them."""
     num_heads = config.integer("mamba_n_heads", 128, maximum=MOST_HEADS)
-    inner = config.integer("mamba_expand", 2, maximum=MOST_HEADS) * hidden_size
+    if inner is None:
+        inner = config.integer("mamba_expand", 2, maximum=MOST_HEADS) * hidden_size
     head_dim = inner // num_heads
     if config.values.get("mamba_d_head", "auto") != "auto":
         head_dim = config.integer("mamba_d_head", maximum=MOST_HEADS)
@@ -58,6 +67,7 @@ def read_mamba(config: ConfigReader, hidden_size: int, layers: frozenset[int]) -
         layers=layers,
         conv_bias=config.flag("mamba_conv_bias", True),
         bias=config.flag("mamba_proj_bias"),
+        normed=normed,
         time_steps=read_time_steps(config),
     )
 

@@ -23,6 +23,7 @@ from tests.unit.models.config_jsons import (
     ERNIE_4_5_21B_A3B,
     EXAONE_4_5_33B,
     EXAONE_4_32B,
+    FALCON_H1_0_5B,
     GEMMA_3_1B,
     GEMMA_3_4B,
     GEMMA_4_31B,
@@ -811,6 +812,31 @@ def test_layers_of_bamba() -> None:
         parse_spec({**BAMBA_9B, "attn_layer_indices": None})
 
 
+def test_mixers_and_multipliers_of_falcon_h1() -> None:
+    spec = parse_spec(FALCON_H1_0_5B)
+    mamba = spec.recurrent
+    assert isinstance(mamba, MambaSpec) and mamba.matrices == (24, 64, 128) and not mamba.normed
+    assert spec.parallel_mixers and spec.attention_layers == tuple(sorted(mamba.layers))
+    assert 0.5 < spec.num_parameters / 1e9 < 0.55
+    assert (spec.embedding_scale, spec.logit_scale) == (5.656854249492381, 0.0390625)
+    scaled = spec.names.scaled
+    assert ".self_attn.q_proj" not in scaled and scaled[".self_attn.k_proj"] == 0.390625
+    assert scaled[".mamba.in_proj_x"] == 1.25 * 0.25 and scaled[".mlp.down_proj"] == 0.5859375
+    normed = parse_spec({**FALCON_H1_0_5B, "mamba_rms_norm": True}).recurrent
+    assert isinstance(normed, MambaSpec) and normed.normed
+    wide = {"mamba_d_ssm": None, "mamba_d_head": "auto", "mamba_n_heads": 32}
+    assert parse_spec({**FALCON_H1_0_5B, **wide}).recurrent != mamba
+    before = {"mamba_rms_norm": True, "mamba_norm_before_gate": True}
+    for wrong, message in (
+        (before, "mamba_norm_before_gate True is not supported"),
+        ({**before, "mamba_norm_before_gate": None}, "mamba_norm_before_gate must be false"),
+        ({"projectors_bias": True}, "projectors_bias True is not supported"),
+        ({"ssm_multipliers": [1.0] * 4}, "ssm_multipliers must be 5 numbers"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            parse_spec({**FALCON_H1_0_5B, **wrong})
+
+
 def test_windows_sinks_and_rotations_of_granite_swash() -> None:
     spec = parse_spec(GRANITE_SWASH_2B)
     assert spec.sinks and spec.windows == (None, 128, 128, 128) * 6 and not spec.ropes
@@ -1179,7 +1205,7 @@ def test_every_architecture_is_tested() -> None:
         {**GRANITE_3_1_3B_A800M, "architectures": ["GraniteMoeSharedForCausalLM"]},
         *(K_EXAONE, {**K_EXAONE, "architectures": ["ExaoneMoeForCausalLM"]}),
         *(HYPERCLOVA_X_SEED_THINK_14B, INTERNLM3_8B, IQUEST_CODER_40B, NEMOTRON_NANO_9B_V2),
-        *(GRANITE_4_H_TINY, BAMBA_9B),
+        *(GRANITE_4_H_TINY, BAMBA_9B, FALCON_H1_0_5B),
     )
     found = {parse_spec(config).architecture for config in configs}
     hybrid = {name for name in ARCHITECTURES if name.startswith(("Qwen3_5", "Qwen3Next"))}

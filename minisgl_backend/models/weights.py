@@ -215,11 +215,21 @@ def _read_file(path: Path, uses: Mapping[str, _Use]) -> Iterator[tuple[str, Tens
             ]
             values = parts[0] if len(parts) == 1 else torch.cat(parts, dim=stored.joined_at)
             values = values.T if stored.transposed else values
-            if stored.scale != 1.0 and values.dtype in _FLOATS:
-                values = values.to(torch.promote_types(values.dtype, torch.float32)) * stored.scale
+            if stored.scale != 1.0:
+                values = _scaled(stored, values, is_scale=use.wanted.is_scale)
             if use.wanted.is_scale:
                 _check_scale(stored.name, values, signed=use.wanted.signed)
             yield name, values
+
+
+def _scaled(stored: StoredAs, values: Tensor, *, is_scale: bool) -> Tensor:
+    """What was read, times its factor, unless it is codes. Raises ``ConfigError`` for scales that
+    are exponents."""
+    if values.dtype in _FLOATS:
+        return values.to(torch.promote_types(values.dtype, torch.float32)) * stored.scale
+    if is_scale:
+        raise ConfigError(f"{stored.name} has exponents, which a factor of the model cannot scale")
+    return values
 
 
 def _check_scale(name: str, values: Tensor, *, signed: bool) -> None:

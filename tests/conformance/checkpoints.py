@@ -1263,6 +1263,9 @@ def write_model(name: str, folder: Path) -> None:
             moe_intermediate_size=192,
             moe_shared_expert_intermediate_size=224,
         ),
+        "quantized-falcon": lambda: _falcon_h1(
+            **sizes, num_hidden_layers=1, mamba_d_ssm=128, mamba_n_heads=8, mamba_d_state=64
+        ),
         "quantized-llama4": lambda: _llama4(
             **{**sizes, "intermediate_size": 192}, interleave_moe_layer_step=2
         ),

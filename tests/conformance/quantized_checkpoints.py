@@ -408,6 +408,16 @@ CASES: Final[Mapping[str, Case]] = MappingProxyType(
             },
             model="quantized-mamba",
         ),
+        "ct-multipliers": Case(
+            fp8_channel,
+            _compressed("float-quantized", _group("channel"), _group("token", dynamic=True)),
+            model="quantized-falcon",
+        ),
+        "gptq-multipliers": Case(
+            lambda weight: gptq(weight, group=64, symmetric=False),
+            {**_GPTQ, "group_size": 64, "sym": False},
+            model="quantized-falcon",
+        ),
         "ct-w8a16-channel": Case(
             lambda weight: packed(weight, bits=8, group=-1),
             _compressed("pack-quantized", _group("channel", 8, "int")),

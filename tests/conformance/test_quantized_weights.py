@@ -84,6 +84,16 @@ def test_weights_are_converted_while_they_load(model: str, tmp_path: Path) -> No
     assert (found[0] - exact).abs().max() > 1e-2
 
 
+def test_exponents_take_no_factors(tmp_path: Path) -> None:
+    of_other = CASES["ct-mxfp4-moe"]
+    write_with(of_other.pack, tmp_path, model="quantized-falcon", plain_in=of_other.plain_in)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "quantization_config": dict(of_other.config or {})}))
+    with pytest.raises(ConfigError, match="has exponents, which a factor of the model cannot"):
+        logits_of_prompt(tmp_path, OneRank())
+
+
 def test_experts_in_turn_are_not_converted(tmp_path: Path) -> None:
     write_checkpoint("gpt-oss", tmp_path)
     with pytest.raises(ConfigError, match=r"experts in fp8 in blocks .* are not supported"):

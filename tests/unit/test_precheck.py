@@ -30,6 +30,7 @@ from minisgl_backend.precheck import check_meeting_point, check_options, device_
 from minisgl_backend.weight_format import CONVERT_TO_FP8
 from minisgl_bench.dummy_model import SHAPES
 from minisgl_kit.adapters import adapted_shapes
+from tests.unit.models.config_jsons import FALCON_H1_0_5B
 
 
 @pytest.fixture
@@ -264,7 +265,22 @@ def test_adapters_that_no_memory_could_hold(folder: Path) -> None:
         checked_spec(replace(options, enable_lora=True), folder, "cpu")
 
 
-@pytest.mark.parametrize("name", ["qwen3-14b", "qwen3-30b-a3b", "qwen3.6-27b", "qwen3.6-35b-a3b"])
+def test_adapters_do_not_go_with_multipliers_in_weights(folder: Path) -> None:
+    config = {**FALCON_H1_0_5B, "vocab_size": 2048}
+    (folder / "config.json").write_text(json.dumps(config))
+    options = EngineOptions(load_format="dummy")
+    checked_spec(options, folder, "cpu")
+    with pytest.raises(ConfigError, match="option enable_lora: FalconH1ForCausalLM has"):
+        checked_spec(replace(options, enable_lora=True), folder, "cpu")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("qwen3-14b", "qwen3-30b-a3b", "qwen3.6-27b", "qwen3.6-35b-a3b"),
+        *("nemotron-nano-9b", "nemotron-3-nano-30b-a3b", "granite-4-h-7b-a1b"),
+    ],
+)
 def test_the_memory_of_adapters_is_that_of_their_slots(name: str) -> None:
     spec = parse_spec(SHAPES[name])
     assert num_adapted(spec) == sum(ins + outs for _, outs, ins in adapted_shapes(spec))

@@ -32,10 +32,10 @@ class Answers:
     outcome: Outcome
 
 
-@pytest.fixture(scope="module")
-def exact(tmp_path_factory: pytest.TempPathFactory) -> Answers:
+@pytest.fixture(scope="module", params=["qwen3.5", "nemotron-h"])
+def exact(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Answers:
     folder = tmp_path_factory.mktemp("states")
-    write_checkpoint("qwen3.5", folder)
+    write_checkpoint(request.param, folder)
     model = load_model(folder, context=CONTEXT)
     with TinyEngine(model, page_size=16, context=CONTEXT) as engine:
         return Answers(model, ask(engine))

@@ -235,7 +235,7 @@ def launch_gated_mul(out: Tensor, gate: Tensor, up: Tensor, *, gelu: bool, pdl: 
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["size"])
 def _squared_relu(out_ptr, x_ptr, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     if PDL:

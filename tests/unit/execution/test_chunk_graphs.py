@@ -232,7 +232,8 @@ def nan_where_unwritten() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    "case", ["llama-biases", "mistral-window", "qwen3-moe", "qwen3.5", "qwen3-next"]
+    "case",
+    ["llama-biases", "mistral-window", "qwen3-moe", "qwen3.5", "qwen3-next", "nemotron-h"],
 )
 @pytest.mark.usefixtures("nan_where_unwritten")
 @torch.inference_mode()
@@ -271,7 +272,7 @@ def test_padding_changes_nothing(
         assert hidden.isfinite().all()
 
 
-@pytest.mark.parametrize("case", ["qwen3", "qwen3.5"])
+@pytest.mark.parametrize("case", ["qwen3", "qwen3.5", "nemotron-h", "falcon-h1"])
 @pytest.mark.usefixtures("nan_where_unwritten")
 @torch.inference_mode()
 def test_steps_of_one_kind(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

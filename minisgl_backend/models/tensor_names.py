@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import accumulate, product
 from typing import Final
 
 from minisgl_backend.errors import ConfigError
@@ -33,6 +33,8 @@ _NEEDLESS: Final = ("weight_shape",)
 _OF_INPUTS: Final = "activation_scale"
 _BLOCK: Final = 128
 """Rows and columns of the blocks in stacks of FP8."""
+_BLOCKS: Final = (32, 64, 128, 256)
+"""Rows that a line of scales may be for."""
 _STACKED: Final = re.compile(
     r"(?P<experts>.+\.experts)\.(?P<part>gate_up_proj|up_proj|down_proj)"
     r"(?:_(?P<scale>scale_inv|scale|activation_scale))?"
@@ -299,21 +301,37 @@ def _of_outputs(
     """The weights in a merged tensor: the outputs of each part, or blocks or words of them, which
     are dimension ``at``. They may be ordered by heads; then a single line of scales, which is that
     of all heads, is each part's."""
-    total, begin, count = sum(sizes.values()), 0, shape[at]
+    begin, count = 0, shape[at]
     before = tuple(slice(0, size) for size in shape[:at])
     if num_heads > 1 and count == 1:
         yield from ((part, StoredAs(name, shape)) for part in sizes)
         return
     period = count // num_heads if num_heads > 1 else None
-    for part, size in sizes.items():
-        own, rest = divmod(size * count, total * num_heads)  # of a head
-        if rest or count > total:
-            what = "columns" if at else "rows"
-            raise ConfigError(
-                f"{name} has the shape {shape}, whose {what} cannot be parts of "
-                + ", ".join(map(str, sizes.values()))
-            )
+    owns = _lines_of_parts(list(sizes.values()), count, num_heads)
+    if owns is None:
+        what = "columns" if at else "rows"
+        raise ConfigError(
+            f"{name} has the shape {shape}, whose {what} cannot be parts of "
+            + ", ".join(map(str, sizes.values()))
+        )
+    for part, own in zip(sizes, owns, strict=True):
         region = *before, slice(begin, begin + own)
         of_part = *shape[:at], own * num_heads, *shape[at + 1 :]
         yield part, StoredAs(name, of_part, region, period=period)
         begin += own
+
+
+def _lines_of_parts(sizes: Sequence[int], count: int, num_heads: int) -> list[int] | None:
+    """How many of ``count`` lines of a merged tensor are a part's, or a head's of it, by the parts'
+    ``sizes``: in proportion or, if lines are blocks and the last one is not full, as many as the
+    part has blocks. None if a part begins within a line."""
+    total = sum(sizes)
+    if count > total:
+        return None
+    if all(size * count % (total * num_heads) == 0 for size in sizes):
+        return [size * count // (total * num_heads) for size in sizes]
+    begins = list(accumulate(sizes, initial=0))
+    for block in _BLOCKS if num_heads == 1 else ():
+        if -(-total // block) == count and all(begin % block == 0 for begin in begins[:-1]):
+            return [-(-size // block) for size in sizes]
+    return None

@@ -391,6 +391,11 @@ CASES: Final[Mapping[str, Case]] = MappingProxyType(
             _by_names((r".*\.(in_proj_(qkv|z)|\w+_proj)$", "float-quantized", _group("channel"))),
             model="quantized-hybrid",
         ),
+        "fp8-blocks-mamba": Case(
+            fp8_blocks,
+            {**_FP8, "modules_to_not_convert": ["lm_head", "backbone.layers.3.mixer.gate"]},
+            model="quantized-mamba",
+        ),
         "autofp8-static-mamba": Case(
             fp8_tensor,
             {

@@ -337,8 +337,6 @@ class ModelSpec:
     eos_token_ids: frozenset[int] = field(default_factory=frozenset)
 
     def __post_init__(self) -> None:
-        if not self.attention_layers:  # pages, and whatever is made for them, would be empty
-            raise ConfigError("a model is not supported if no layer has attention")
         layers = [
             (self.rope_of(layer), self.kv_heads_of(layer)) for layer in range(self.num_layers)
         ]
@@ -460,10 +458,13 @@ class ModelSpec:
         return mixers + mlp + experts
 
     def attention_shape(self, num_ranks: int = 1) -> AttentionShape:
-        """The heads of one of ``num_ranks`` ranks; raises ``ConfigError`` if they do not split.
+        """The heads of one of ``num_ranks`` ranks; raises ``ConfigError`` if they do not split, or
+        if no layer has any.
 
         If there are more ranks than key-value heads, several ranks hold the same one.
         """
+        if not self.attention_layers:  # pages, and whatever is made for them, would be empty
+            raise ConfigError(f"{self.architecture} is not supported if no layer has attention")
         ranks = num_ranks
         heads = [self.kv_heads_of(layer) for layer in self.attention_layers]
         common = heads[0] if len(set(heads)) == 1 else KVHeads(self.num_kv_heads, self.head_dim)

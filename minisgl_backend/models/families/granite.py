@@ -79,7 +79,8 @@ def read_granite_moe_hybrid(config: ConfigReader) -> ModelSpec:
     """``GraniteMoeHybridForCausalLM``, Granite 4: Mamba 2 in most layers or in none, and experts
     beside one that all tokens take, or that one alone as a dense block. Heads of attention may
     rotate."""
-    width = config.integer("shared_intermediate_size", 1024, maximum=MOST_WIDTH)
+    config = config.with_defaults(shared_intermediate_size=1024)
+    width = config.integer("shared_intermediate_size", maximum=MOST_WIDTH)
     has_experts = config.integer("num_local_experts", 8, minimum=0, maximum=MOST_EXPERTS) > 0
     if not has_experts:
         config = config.with_values(intermediate_size=width)

@@ -98,7 +98,7 @@ def read_nemotron_h(config: ConfigReader) -> ModelSpec:
 
 def _kinds(config: ConfigReader) -> list[str]:
     """The kind of each layer; their number is that of all layers."""
-    pattern = config.word("hybrid_override_pattern", "")
+    pattern = config.word("hybrid_override_pattern", "ME*-")
     given: Any = config.values.get("layers_block_type", config.values.get("layer_types"))
     if given is None:
         key, known, given = "hybrid_override_pattern", list(_PATTERN), pattern

@@ -112,6 +112,7 @@ def _step(
     tl.store(at, stored(state, states_ptr.dtype.element_ty), mask=in_state)
     to = out_ptr + (row * HEADS + head) * P + p
     tl.store(to, found.to(out_ptr.dtype.element_ty), mask=in_p)
+    tl.debug_barrier()  # every warp may have read the inputs that one of them replaces
     keep_inputs_of_token(row_inputs, x_stay, x_input, of_x, in_p, WIDTH, True)
 
 

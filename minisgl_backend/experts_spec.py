@@ -20,12 +20,12 @@ class RoutingRule:
     A router's logits become scores: their softmax, or with ``sigmoid`` the sigmoid of each. The
     experts with the highest scores are taken; if ``corrected``, those with the highest sums of
     score and a learned bias of the expert, which evens out their loads (arXiv 2408.15664). Experts
-    are in ``num_groups`` groups of neighbours; only ``top_groups`` groups count, those whose two
-    best experts have the highest sums. The weight of an expert is its score, without the bias,
-    times ``scale``; with ``normalize`` the score is first divided by the sum over the token's
-    experts, and if ``scaled`` the weight is multiplied by a learned factor of the expert. If
-    ``in_float32``, the checkpoint keeps routers in this type. Raises ``ConfigError`` if the numbers
-    do not go together.
+    are in ``num_groups`` groups of neighbours; only ``top_groups`` groups count, those whose
+    ``best_of_group`` best experts have the highest sums. The weight of an expert is its score,
+    without the bias, times ``scale``; with ``normalize`` the score is first divided by the sum over
+    the token's experts, and if ``scaled`` the weight is multiplied by a learned factor of the
+    expert. If ``in_float32``, the checkpoint keeps routers in this type. Raises ``ConfigError`` if
+    the numbers do not go together.
     """
 
     num_experts: int
@@ -36,6 +36,7 @@ class RoutingRule:
     scale: float = 1.0
     num_groups: int = 1
     top_groups: int = 1
+    best_of_group: int = 2
     scaled: bool = False
     in_float32: bool = False
 
@@ -48,7 +49,7 @@ class RoutingRule:
             )
         if self.limits_groups:
             most = self.top_groups * of_group
-            if of_group < 2:
+            if of_group < self.best_of_group:
                 raise ConfigError(f"n_group {self.num_groups} makes groups of a single expert")
         if self.top_k > most:
             raise ConfigError(

@@ -49,6 +49,11 @@ def checked_spec(options: EngineOptions, folder: Path, device: str | None) -> Mo
             )
         spec = replace(spec, weights=CONVERT_TO_FP8)
     spec.attention_shape(options.tensor_parallel_size)
+    if options.enable_lora and spec.latent is not None:
+        raise ConfigError(
+            f"option enable_lora: adapters are not supported for latent attention, which "
+            f"{spec.architecture} has"
+        )
     _check_experts(options, spec)
     if options.batch_invariant:
         check_invariant_spec(spec)
@@ -74,6 +79,7 @@ def check_invariant_spec(spec: ModelSpec) -> None:
     unknown = {
         "quantized weights": spec.weights is not None,
         "recurrent layers": spec.recurrent is not None,
+        "latent attention": spec.latent is not None,
         "layers that differ in their heads": bool(spec.kv_heads),
         "layers with inputs of their own": spec.layer_inputs is not None or spec.scaled_layers,
         "attention sinks": spec.sinks,
@@ -157,7 +163,7 @@ def _check_memory(options: EngineOptions, spec: ModelSpec) -> None:
     of_position = shape.numbers_per_position(window_pages=False)
     if not of_position:  # all layers have windows: there are as many window pages
         of_position = shape.numbers_per_position(window_pages=True)
-    kv_bytes = 2 * of_position * (1 if options.kv_cache_dtype == "fp8_e4m3" else item_bytes)
+    kv_bytes = of_position * (1 if options.kv_cache_dtype == "fp8_e4m3" else item_bytes)
     table_entries = options.max_running_requests * -(-context // page_size)
     num_slots = options.max_loras if options.enable_lora else 0
     adapter_bytes = options.max_lora_rank * num_adapted(spec) * item_bytes
@@ -181,7 +187,7 @@ def _check_memory(options: EngineOptions, spec: ModelSpec) -> None:
             replicas * num_slots * adapter_bytes // num_nodes
         ),
         f"max_sequence_length={context}, for tables of positions and pages,": (
-            num_ranks * (4 * spec.head_dim * context + 8 * table_entries)
+            num_ranks * (4 * spec.rotary_head_dim(0) * context + 8 * table_entries)
         ),
     }
     memory = HostMemory.now().total

@@ -45,7 +45,8 @@ class AttentionShape:
     (``attention.sections``). The scores, q k^T, are multiplied by ``scale``. With ``sinks`` each
     layer has sinks (``PagedKV``). ``by_layer`` has one entry per layer, unless all layers have
     ``num_kv_heads`` heads of size ``head_dim``. ``window_pages``: layers with windows have their
-    own pages and page table (``cache.windows``).
+    own pages and page table (``cache.windows``). ``latent_dim``: pages hold latents, and a head's
+    values are the first ``latent_dim`` elements of its keys (``PagedKV``).
     """
 
     num_heads: int
@@ -57,6 +58,7 @@ class AttentionShape:
     sinks: bool = False
     by_layer: tuple[KVHeads, ...] = ()
     window_pages: bool = False
+    latent_dim: int | None = None
 
     @property
     def num_layers(self) -> int:
@@ -78,11 +80,16 @@ class AttentionShape:
         """The size of the sections, if there are any."""
         return self.window if self.sections else None
 
+    @property
+    def tensors_per_layer(self) -> int:
+        """Keys and values are two; values that are part of the keys are none of their own."""
+        return 2 if self.latent_dim is None else 1
+
     def numbers_per_position(self, *, window_pages: bool) -> int:
-        """The number of elements of a position's keys, which is also that of its values, in total
-        over all layers with window pages, or over all layers without."""
+        """How many numbers pages hold for a position, keys and values together, in total over all
+        layers with window pages, or over all layers without."""
         return sum(
-            len(own) * kind.num_kv_heads * kind.head_dim
+            len(own) * kind.tensors_per_layer * kind.num_kv_heads * kind.head_dim
             for kind, own in self.kinds
             if kind.window_pages == window_pages
         )
@@ -205,15 +212,17 @@ class DecodeRows:
 
 Attend: TypeAlias = "Callable[[Tensor, PagedKV, int], Tensor]"
 """Attention of all tokens of a planned step, decoding rows and chunks together. Called once per
-layer: (q [num_tokens, num_heads, head_dim], pages of the layer, layer) -> a tensor shaped like q.
-``PagedAttention.plan`` makes it from two ``LayerAttention``."""
+layer: (q [num_tokens, num_heads, head_dim], pages of the layer, layer) -> [num_tokens, num_heads,
+size of values], which is shaped like q unless pages hold latents. ``PagedAttention.plan`` makes it
+from two ``LayerAttention``."""
 
 
 class LayerAttention(Protocol):
     """Attention of the chunks or rows of a planned step, layer by layer."""
 
     def __call__(self, out: Tensor, q: Tensor, kv: PagedKV, layer: int) -> None:
-        """Fill ``out``, [num_tokens, num_heads, head_dim] like ``q``.
+        """Fill ``out``, [num_tokens, num_heads, head_dim] like ``q``, or with the size of latents
+        in place of head_dim.
 
         For chunks, both have all tokens of the flat batch, but only those of chunks are filled. For
         decoding rows, both have only the rows' tokens. ``q`` may be strided along tokens.
@@ -286,14 +295,15 @@ class PagedAttention:
         attend_chunks = self.prefill.plan_chunks(chunks)
         attend_rows = None if decodes is None else self.decode.plan_rows(decodes)
         num_decodes = 0 if decodes is None else len(decodes.rows)
-        outs: dict[int, Tensor] = {}  # by head_dim
+        outs: dict[int, Tensor] = {}  # by the size of values
 
         def attend(q: Tensor, kv: PagedKV, layer: int) -> Tensor:
-            out = outs.get(q.shape[-1])
+            size = kv.values.shape[-1]
+            out = outs.get(size)
             if out is None:
                 # Padding after the chunks is either computed as decodes of the dummy row, or stays
                 # 0 in all layers. So what it stores in the dummy page is finite.
-                out = outs[q.shape[-1]] = q.new_zeros(q.shape)
+                out = outs[size] = q.new_zeros(*q.shape[:-1], size)
             if attend_rows is not None:
                 attend_rows(out[:num_decodes], q[:num_decodes], kv, layer)
             attend_chunks(out, q, kv, layer)
@@ -304,6 +314,6 @@ class PagedAttention:
 
 def _attend_all(attend: LayerAttention, q: Tensor, kv: PagedKV, layer: int) -> Tensor:
     """``Attend`` of a step whose tokens are all attended by ``attend``."""
-    out = q.new_empty(q.shape)
+    out = q.new_empty(*q.shape[:-1], kv.values.shape[-1])
     attend(out, q, kv, layer)
     return out

@@ -35,6 +35,7 @@ from minisgl_backend.attention.flash_infer import (
     FlashInferPrefill,
     TrtllmDecode,
 )
+from minisgl_backend.attention.latent_kernels import LatentDecode, LatentPrefill
 from minisgl_backend.attention.own_kernels import (
     CudaDecode,
     InvariantAttention,
@@ -84,6 +85,7 @@ def choose_attention(option: str | None, setting: AttentionSetting) -> PagedAtte
     with 16-bit pages if sgl_kernel is installed, since its kernels use the tensor cores better, and
     otherwise ``triton``. ``fi`` and ``trtllm`` compile their kernels for minutes at first use, so
     ``auto`` never takes them. With ``batch_invariant`` there is one backend, which no option names.
+    Only ``triton`` and ``sdpa`` take latents.
     """
     if len(setting.shape.kinds) > 1 or setting.shape.window_pages:
         return _by_layer(option, setting)
@@ -180,7 +182,7 @@ def _in_sections(option: str | None, setting: AttentionSetting) -> PagedAttentio
 
 def _auto(setting: AttentionSetting) -> tuple[str, str]:
     """The names for prefill and for decode."""
-    head_bytes = setting.shape.head_dim * setting.dtype.itemsize
+    head_bytes = _tile_dim(setting) * setting.dtype.itemsize
     if setting.device.type == "cpu" or head_bytes > _MOST_HEAD_BYTES_OF_AUTO:
         return "sdpa", "sdpa"
     return (
@@ -220,12 +222,27 @@ def _made(kind: _Kind[T_co], name: str, setting: AttentionSetting) -> T_co:
 
 
 def _why_not_triton(setting: AttentionSetting) -> str | None:
-    if (head_dim := setting.shape.head_dim) > _MOST_HEAD_DIM:
-        return f"needs heads of at most {_MOST_HEAD_DIM} elements, not {head_dim}: take sdpa"
+    if (head_dim := _tile_dim(setting)) > _MOST_HEAD_DIM:
+        what = "heads" if setting.shape.latent_dim is None else "latents"
+        return f"needs {what} of at most {_MOST_HEAD_DIM} elements, not {head_dim}: take sdpa"
     return None if has_triton() else "needs Triton: pip install triton"
 
 
+def _tile_dim(setting: AttentionSetting) -> int:
+    """The width of the tiles of Triton's kernels: beside a latent they have another of its rotated
+    key."""
+    return setting.shape.latent_dim or setting.shape.head_dim
+
+
+def _why_no_latents(setting: AttentionSetting) -> str | None:
+    if setting.shape.latent_dim is None:
+        return None
+    return "has no kernels for the latents of this model: take triton or sdpa"
+
+
 def _why_not_cuda(setting: AttentionSetting) -> str | None:
+    if reason := _why_no_latents(setting):
+        return reason
     if setting.dtype not in (torch.bfloat16, torch.float16):
         return f"needs dtype bfloat16 or float16, not {_name(setting.dtype)}"
     reason = (
@@ -241,6 +258,8 @@ def _why_not_cuda(setting: AttentionSetting) -> str | None:
 
 
 def _why_not_flash_attn(setting: AttentionSetting) -> str | None:
+    if reason := _why_no_latents(setting):
+        return reason
     if setting.kv_dtype not in (torch.bfloat16, torch.float16):
         return f"needs KV pages of bfloat16 or float16, not {_name(setting.kv_dtype)}"
     if setting.shape.sinks and setting.dtype != torch.bfloat16:
@@ -256,6 +275,8 @@ def _why_not_flash_attn(setting: AttentionSetting) -> str | None:
 
 def _why_not_flash_infer(setting: AttentionSetting) -> str | None:
     """The limits that all of FlashInfer's kernels share."""
+    if reason := _why_no_latents(setting):
+        return reason
     head_dim = setting.shape.head_dim
     if setting.dtype not in (torch.bfloat16, torch.float16):
         return f"needs dtype bfloat16 or float16, not {_name(setting.dtype)}"
@@ -269,6 +290,8 @@ def _why_not_flash_infer(setting: AttentionSetting) -> str | None:
 
 
 def _why_not_trtllm(setting: AttentionSetting) -> str | None:
+    if reason := _why_no_latents(setting):
+        return reason
     if setting.page_size not in TRTLLM_PAGE_SIZES:
         return (
             f"needs a page_size of {_listed(TRTLLM_PAGE_SIZES)}, not {setting.page_size}: "
@@ -304,6 +327,16 @@ def _flash_attn(setting: AttentionSetting) -> FlashAttention:
     return FlashAttention(importlib.import_module("sgl_kernel.flash_attn"), setting)
 
 
+def _triton_prefill(setting: AttentionSetting) -> PrefillAttention:
+    has_latents = setting.shape.latent_dim is not None
+    return LatentPrefill(setting.shape) if has_latents else TritonPrefill(setting.shape)
+
+
+def _triton_decode(setting: AttentionSetting) -> DecodeAttention:
+    make = TritonDecode if setting.shape.latent_dim is None else LatentDecode
+    return make(setting.shape, max_batch_size=setting.max_batch_size, device=setting.device)
+
+
 def _flash_infer() -> ModuleType:
     logger.info("FlashInfer compiles kernels at their first use, which can take minutes")
     return importlib.import_module("flashinfer")
@@ -311,7 +344,7 @@ def _flash_infer() -> ModuleType:
 
 _PREFILL: Final[Mapping[str, _Kind[PrefillAttention]]] = MappingProxyType(
     {
-        "triton": _Kind(lambda setting: TritonPrefill(setting.shape), _why_not_triton),
+        "triton": _Kind(_triton_prefill, _why_not_triton),
         "fa": _Kind(_flash_attn, _why_not_flash_attn),
         "fi": _Kind(
             lambda setting: FlashInferPrefill(_flash_infer(), setting),
@@ -324,12 +357,7 @@ _PREFILL: Final[Mapping[str, _Kind[PrefillAttention]]] = MappingProxyType(
 _DECODE: Final[Mapping[str, _Kind[DecodeAttention]]] = MappingProxyType(
     {
         "cuda": _Kind(CudaDecode, _why_not_cuda),
-        "triton": _Kind(
-            lambda setting: TritonDecode(
-                setting.shape, max_batch_size=setting.max_batch_size, device=setting.device
-            ),
-            _why_not_triton,
-        ),
+        "triton": _Kind(_triton_decode, _why_not_triton),
         "fa": _Kind(_flash_attn, _why_not_flash_attn),
         "fi": _Kind(
             lambda setting: FlashInferDecode(_flash_infer(), setting), _why_not_flash_infer

@@ -1,8 +1,9 @@
 """The backend ``sdpa``: it gathers the pages of each run, then calls PyTorch's scaled dot product.
 
 It is the only backend on a CPU, and the reference for the others on a GPU: it supports every dtype,
-page size, window and number of heads. It needs lengths on the host, so its steps are never
-captured.
+page size, window and number of heads. Latents are gathered once: whole keys are taken as values,
+and only those columns of the result are kept that belong to values. It needs lengths on the host,
+so its steps are never captured.
 
 A *run* is a row's part of the step: a chunk, or one decoded token. Runs are cut into *blocks* of
 queries, so that masks stay small. Blocks of similar size are padded into a *segment*, which takes
@@ -147,7 +148,8 @@ class SdpaAttention:
 
     def _pays(self, num_rows: int, num_pages: int) -> bool:
         """Whether reading pages once for ``num_rows`` saves more than it costs."""
-        per_position = 2 * self._shape.num_kv_heads * self._shape.head_dim
+        shape = self._shape
+        per_position = shape.tensors_per_layer * shape.num_kv_heads * shape.head_dim
         saved = (num_rows - 1) * num_pages * self._page_size * per_position
         return saved >= _LEAST_SAVED
 
@@ -192,8 +194,7 @@ class SdpaAttention:
         window, scale = self._shape.windows[layer], self._shape.scale
         for segment in segments:
             # [B, num_kv_heads, T, head_dim]
-            keys = _gather(kv.keys, segment.pages, segment.num_blocks, q.dtype, kv.k_scale)
-            values = _gather(kv.values, segment.pages, segment.num_blocks, q.dtype, kv.v_scale)
+            keys, values = _gather_both(kv, segment.pages, segment.num_blocks, q.dtype)
             queries = self._fold(q[segment.tokens], segment.num_blocks)
             mask = segment.masks[window]
             if kv.sinks is None:
@@ -207,8 +208,10 @@ class SdpaAttention:
                     queries.shape[2] // self._heads_per_kv, dim=1
                 )
                 attended = _beside_sinks(attended, logarithms, sinks)
-            # Padding repeats a real query, so it writes the same result again.
-            out[segment.tokens] = self._unfold(attended)  # [B * L, num_heads, head_dim]
+            attended = self._unfold(attended)  # [B * L, num_heads, head_dim]
+            # Of whole keys only the latents. Padding repeats a real query, so it writes the same
+            # result again.
+            out[segment.tokens] = attended[..., : out.shape[-1]]
 
     def _attend_grouped(
         self,
@@ -231,8 +234,7 @@ class SdpaAttention:
             queries.new_empty(queries.shape[:3], dtype=exact),
         )
         for segment in segments:
-            keys = _gather(kv.keys, segment.pages, segment.num_blocks, q.dtype, kv.k_scale)
-            values = _gather(kv.values, segment.pages, segment.num_blocks, q.dtype, kv.v_scale)
+            keys, values = _gather_both(kv, segment.pages, segment.num_blocks, q.dtype)
             mask = segment.masks[window]
             own = self._with_logarithms(queries[segment.tokens], keys, values, mask)
             found.put(segment.tokens, _Partial(*own))
@@ -240,8 +242,7 @@ class SdpaAttention:
             if part is None:
                 continue
             # [1, num_kv_heads, T, head_dim]
-            keys = _gather(kv.keys, part.pages, 1, q.dtype, kv.k_scale)
-            values = _gather(kv.values, part.pages, 1, q.dtype, kv.v_scale)
+            keys, values = _gather_both(kv, part.pages, 1, q.dtype)
             # all rows as one matrix per KV head: [1, num_kv_heads, n * G, head_dim]
             together = queries[part.tokens].transpose(0, 1).flatten(1, 2)[None]
             both = self._with_logarithms(together, keys, values, part.mask)
@@ -255,7 +256,8 @@ class SdpaAttention:
         if kv.sinks is not None:
             of_heads = kv.sinks.view(self._shape.num_kv_heads, -1)
             attended = _beside_sinks(attended, found.logarithms[index], of_heads)
-        out[index] = attended.flatten(1, 2).to(out.dtype)
+        # of whole keys only the latents
+        out[index] = attended.flatten(1, 2)[..., : out.shape[-1]].to(out.dtype)
 
     def _with_logarithms(
         self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None
@@ -334,6 +336,17 @@ class SdpaAttention:
 
     def _upload(self, array: HostArray) -> Tensor:
         return torch.from_numpy(array).to(self._device)
+
+
+def _gather_both(
+    kv: PagedKV, wanted: Tensor, num_blocks: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Keys and values by ``_gather``. Of latents these are one tensor, whose last columns are no
+    values."""
+    keys = _gather(kv.keys, wanted, num_blocks, dtype, kv.k_scale)
+    if kv.has_latents:
+        return keys, keys
+    return keys, _gather(kv.values, wanted, num_blocks, dtype, kv.v_scale)
 
 
 def _gather(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -31,9 +31,9 @@ class KVStorage:
 
     ``pages`` has one tensor for each of the shape's ``kinds`` of layers, [num_layers, 2,
     num_pages + 1, page_size, num_kv_heads, head_dim]; the 2 are keys and values, and the last page
-    is the dummy page. Kinds with window pages have ``num_window_pages`` instead. All start as zero:
-    attention may multiply positions that were never written by zero, so they must be finite.
-    ``layers`` has the pages of each layer.
+    is the dummy page. Latents, which are both, have 1 instead of the 2. Kinds with window pages
+    have ``num_window_pages`` instead. All start as zero: attention may multiply positions that were
+    never written by zero, so they must be finite. ``layers`` has the pages of each layer.
     """
 
     def __init__(
@@ -61,11 +61,12 @@ class KVStorage:
             if kind.window_pages:
                 assert num_window_pages is not None
                 count = num_window_pages
-            dims = (len(layers), 2, count + 1, page_size, kind.num_kv_heads, kind.head_dim)
+            of_page = page_size, kind.num_kv_heads, kind.head_dim
+            dims = (len(layers), kind.tensors_per_layer, count + 1, *of_page)
             pages = _zeros(dims, dtype, device)
             self.pages.append(pages)
             for layer, of_layer in zip(layers, pages, strict=True):
-                by_layer[layer] = _layer(of_layer, scales[layer])
+                by_layer[layer] = _layer(of_layer, scales[layer], kind.latent_dim)
         self.layers = [by_layer[layer] for layer in range(shape.num_layers)]
 
     def clear(self, pages: Tensor, *, window_pages: bool = False) -> None:
@@ -85,7 +86,7 @@ class KVStorage:
         number of positions is copied at a time, which limits the memory that this takes.
         """
         for raw in self._raw(window_pages=False):
-            slots = raw.flatten(2, 3)  # [num_layers, 2, num_slots, num_kv_heads, head_dim]
+            slots = raw.flatten(2, 3)  # [num_layers, 2 or 1, num_slots, num_kv_heads, head_dim]
             for begin in range(0, len(sources), _COPIED_AT_ONCE):
                 part = slice(begin, begin + _COPIED_AT_ONCE)
                 slots.index_copy_(2, targets[part], slots.index_select(2, sources[part]))
@@ -110,9 +111,12 @@ def _zeros(dims: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
     return torch.from_numpy(raw[begin : begin + num_bytes]).view(dtype).view(dims)
 
 
-def _layer(pages: Tensor, scale: KVScale) -> PagedKV:
-    """``pages`` [2, num_pages + 1, page_size, num_kv_heads, head_dim] of one layer."""
-    keys, values = pages
+def _layer(pages: Tensor, scale: KVScale, latent_dim: int | None) -> PagedKV:
+    """``pages`` [2, num_pages + 1, page_size, num_kv_heads, head_dim] of one layer; of latents, 1
+    instead of the 2."""
+    keys, values = pages[0], pages[-1]
+    if latent_dim is not None:
+        values, scale = values[..., :latent_dim], replace(scale, v=scale.k)
     k_scale, v_scale = None, None
     if pages.dtype == torch.float8_e4m3fn:
         k_scale, v_scale = torch.tensor([[scale.k], [scale.v]], device=pages.device)
@@ -124,7 +128,7 @@ def bytes_per_page(
 ) -> int:
     """The bytes of one page, or of one window page, in all layers together, on one rank."""
     numbers = shape.numbers_per_position(window_pages=window_pages)
-    return 2 * numbers * page_size * dtype.itemsize
+    return numbers * page_size * dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

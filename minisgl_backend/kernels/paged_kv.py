@@ -27,6 +27,10 @@ class PagedKV:
     If they are float8, they are multiplied by ``k_scale`` and ``v_scale`` (float32 [1]); ``scale``
     holds the same two numbers on the host. Positions beyond a row's end are finite.
 
+    With multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) there is one head, which all
+    query heads share. A position's key is its latent and behind it a rotated part. The latent is
+    the value, too: ``values`` are a view of the first columns of ``keys``, with the same scale.
+
     ``sinks`` [num_heads], in the type of the queries, add one more score, without a value, to each
     softmax of a head (arXiv 2309.17453). The sink takes its part of the sum and contributes
     nothing, so attention without sinks is multiplied by sigmoid(log-sum-exp - sink).
@@ -38,3 +42,8 @@ class PagedKV:
     v_scale: Tensor | None = None
     scale: KVScale = field(default_factory=KVScale)
     sinks: Tensor | None = None
+
+    @property
+    def has_latents(self) -> bool:
+        """Whether values are a part of the keys."""
+        return self.values.shape[-1] < self.keys.shape[-1]

@@ -4,6 +4,9 @@ These are RMSNorm of each head of q and k (optional; Qwen3), perhaps after the r
 also of v (Gemma 4), rotary embedding (arXiv 2104.09864), and the store of k and v into the paged
 cache (arXiv 2309.06180). The rotation is read from a cos/sin table, so every scaling variant is
 only a different table. A narrower table rotates only the first dimensions of a head (Phi-4-mini).
+
+For multi-head latent attention (arXiv 2405.04434) these are RMSNorm of the latents, rotary
+embedding of the parts of queries and keys that rotate, and the store.
 """
 
 from __future__ import annotations
@@ -198,6 +201,64 @@ def rotated_queries_reference(
     if head_weights is not None:
         heads = F.rms_norm(heads, heads.shape[-1:], None, eps).mul_(head_weights)
     return _rotated(heads, places).to(q.dtype)
+
+
+def rope_store_latents(
+    queries: Tensor,
+    q: Tensor,
+    compressed: Tensor,
+    places: TokenPlaces,
+    kv: PagedKV,
+    *,
+    norm_weight: Tensor,
+    eps: float,
+    pdl: bool = False,
+) -> None:
+    """Rotate ``q`` into ``queries``, and store the latents of tokens with their rotated keys.
+
+    ``queries`` and ``q`` [num_tokens, num_heads, rope_dim] and ``compressed`` [num_tokens,
+    latent_dim + rope_dim] may be strided except along their last dimension; all of rope_dim
+    rotates. The first latent_dim numbers of ``compressed`` are normalized with ``norm_weight``
+    [latent_dim], and the others are rotated; both go to the token's slot in ``kv.keys``.
+    """
+    if not use_triton(q):
+        rope_store_latents_reference(
+            queries, q, compressed, places, kv, norm_weight=norm_weight, eps=eps
+        )
+        return
+    from minisgl_backend.kernels.triton_kernels.latent_store_kernel import launch_store_latents
+
+    launch_store_latents(
+        queries,
+        q,
+        compressed,
+        places.positions,
+        places.slots,
+        places.cos_sin,
+        kv,
+        norm_weight=norm_weight,
+        eps=eps,
+        interleaved=places.interleaved,
+        pdl=pdl,
+    )
+
+
+def rope_store_latents_reference(
+    queries: Tensor,
+    q: Tensor,
+    compressed: Tensor,
+    places: TokenPlaces,
+    kv: PagedKV,
+    *,
+    norm_weight: Tensor,
+    eps: float,
+) -> None:
+    """The twin of ``rope_store_latents``; float64 stays float64."""
+    queries.copy_(_rotated(at_least_float32(q), places))
+    latents, keys = at_least_float32(compressed).tensor_split([len(norm_weight)], dim=1)
+    latents = F.rms_norm(latents, norm_weight.shape, None, eps) * norm_weight
+    keys = _rotated(keys[:, None], places)  # [num_tokens, 1, rope_dim]
+    _store(kv.keys, places, torch.cat([latents[:, None], keys], dim=-1), kv.k_scale)
 
 
 def _rotated(heads: Tensor, places: TokenPlaces) -> Tensor:

@@ -84,7 +84,7 @@ def choose(
     if rule.limits_groups:
         shape = len(logits), rule.num_groups, rule.num_experts // rule.num_groups
         groups = compared.view(shape)  # [num_tokens, groups, experts of a group]
-        of_groups = groups.topk(2, dim=-1).values.sum(dim=-1)
+        of_groups = groups.topk(rule.best_of_group, dim=-1).values.sum(dim=-1)
         best = of_groups.topk(rule.top_groups, dim=-1).indices
         counts = torch.zeros_like(of_groups, dtype=torch.bool).scatter_(1, best, True)
         compared = groups.masked_fill(~counts[:, :, None], -torch.inf).flatten(1)

@@ -20,6 +20,13 @@ from minisgl_backend.models.checkpoint import head_and_embedding, is_headless
 from minisgl_backend.models.config_json import ConfigReader, read_json
 from minisgl_backend.models.families.afmoe import read_afmoe
 from minisgl_backend.models.families.bamba import read_bamba
+from minisgl_backend.models.families.deepseek import (
+    read_deepseek_v2,
+    read_deepseek_v3,
+    read_glm4_moe_lite,
+    read_kimi_k25,
+    read_youtu,
+)
 from minisgl_backend.models.families.deepseek_experts import (
     read_dots1,
     read_glm4_moe,
@@ -63,6 +70,7 @@ from minisgl_backend.models.families.mistral import (
     read_ministral3,
     read_mistral,
     read_mistral3,
+    read_mistral4,
     read_mixtral,
 )
 from minisgl_backend.models.families.nemotron import read_nemotron_h
@@ -220,6 +228,12 @@ ARCHITECTURES: Final[Mapping[str, Callable[[ConfigReader], ModelSpec]]] = Mappin
         "GlmForCausalLM": read_glm,
         "Glm4ForCausalLM": read_glm4,
         "Glm4MoeForCausalLM": read_glm4_moe,
+        "Glm4MoeLiteForCausalLM": read_glm4_moe_lite,
+        "DeepseekV2ForCausalLM": read_deepseek_v2,
+        "DeepseekV3ForCausalLM": read_deepseek_v3,
+        "KimiK25ForConditionalGeneration": read_kimi_k25,
+        "Kimi_K25ForConditionalGeneration": read_kimi_k25,
+        "YoutuForCausalLM": read_youtu,
         "Dots1ForCausalLM": read_dots1,
         "SolarOpenForCausalLM": read_solar_open,
         "AfmoeForCausalLM": read_afmoe,
@@ -232,6 +246,7 @@ ARCHITECTURES: Final[Mapping[str, Callable[[ConfigReader], ModelSpec]]] = Mappin
         "MinistralForCausalLM": read_ministral,
         "Ministral3ForCausalLM": read_ministral3,
         "Mistral3ForConditionalGeneration": read_mistral3,
+        "Mistral4ForCausalLM": read_mistral4,
         "MixtralForCausalLM": read_mixtral,
         "Phi3ForCausalLM": read_phi3,
         "Olmo2ForCausalLM": read_olmo2,
@@ -288,5 +303,7 @@ _WITH_NEEDLESS_CODE: Final = frozenset(
     | {"HunYuanDenseV1ForCausalLM", "HunYuanMoEV1ForCausalLM", "HyperCLOVAXForCausalLM"}
     | {"InternLM3ForCausalLM", "IQuestCoderForCausalLM", "SolarOpenForCausalLM"}
     | {"AfmoeForCausalLM", "NemotronHForCausalLM"}
+    | {"DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "YoutuForCausalLM"}
+    | {"KimiK25ForConditionalGeneration"}
 )
 """Architectures whose checkpoints come with code that transformers has included since."""

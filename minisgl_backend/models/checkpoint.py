@@ -255,7 +255,18 @@ def check_weights(spec: ModelSpec, files: WeightFiles) -> None:
     expected = {
         "model.embed_tokens": {"vocab_size": spec.vocab_size, "hidden_size": spec.hidden_size}
     }
-    for layer in spec.attention_layers[:1]:
+    if (latent := spec.latent) is not None:
+        expected["model.layers.0.self_attn.kv_a_proj_with_mqa"] = {
+            "kv_lora_rank + qk_rope_head_dim": latent.key_dim,
+            "hidden_size": spec.hidden_size,
+        }
+        expected["model.layers.0.self_attn.kv_b_proj"] = {
+            "num_attention_heads x (qk_nope_head_dim + v_head_dim)": (
+                spec.num_heads * (latent.nope_dim + latent.value_dim)
+            ),
+            "kv_lora_rank": latent.latent_dim,
+        }
+    for layer in spec.attention_layers[:1] if latent is None else ():
         heads = spec.kv_heads_of(layer)
         attention = f"model.layers.{layer}.self_attn"
         times = 2 if spec.gated_attention and not spec.gates_apart else 1

@@ -43,6 +43,7 @@ from minisgl_backend.models.decoder_layers import (
     SinglePartLayer,
 )
 from minisgl_backend.models.gemma4_layer import Gemma4Layer, LayerInputsMaker
+from minisgl_backend.models.latent_attention import LatentAttention
 from minisgl_backend.models.rope import query_scales, rotary_table
 from minisgl_backend.models.spec import ModelSpec
 from minisgl_backend.models.token_mixing import RecurrentRows, SelfAttention, StepContext
@@ -155,8 +156,7 @@ class Decoder(nn.Module):
         """Compute the tables of positions for sequences of up to ``num_positions`` tokens."""
         spec = self.spec
         ropes = [
-            (spec.rope_of(layer), spec.kv_heads_of(layer).head_dim)
-            for layer in range(spec.num_layers)
+            (spec.rope_of(layer), spec.rotary_head_dim(layer)) for layer in range(spec.num_layers)
         ]
         kinds = list(dict.fromkeys(ropes))
         self._rotary_tables = [
@@ -175,7 +175,7 @@ class Decoder(nn.Module):
     def bind_pages(self, pages: Sequence[PagedKV]) -> None:
         """Give each layer with attention the pages of its keys and values."""
         for module in self.model.layers.modules():
-            if isinstance(module, SelfAttention):
+            if isinstance(module, (SelfAttention, LatentAttention)):
                 module.bind(pages[module.layer])
 
     def bind_states(self, states: Sequence[LayerStates]) -> None:

@@ -17,6 +17,7 @@ from minisgl_backend.layers.feed_forward import FeedForward, GatedMLP, UngatedML
 from minisgl_backend.layers.norm import Normed, RMSNorm, add_normed
 from minisgl_backend.layers.quantized_matrix import Matrices
 from minisgl_backend.models.gated_delta_net import GatedDeltaNet
+from minisgl_backend.models.latent_attention import LatentAttention
 from minisgl_backend.models.mamba import MambaMixer
 from minisgl_backend.models.parallel_mixer import ParallelMixer
 from minisgl_backend.models.spec import DeltaSpec, ModelSpec
@@ -184,8 +185,10 @@ def _plain_mlp(
 
 def _token_mixer(
     spec: ModelSpec, layer: int, group: Group, matrices: Matrices
-) -> tuple[str, SelfAttention | RecurrentMixer | ParallelMixer]:
+) -> tuple[str, SelfAttention | LatentAttention | RecurrentMixer | ParallelMixer]:
     """The name in the checkpoint of a layer's token mixing, and the module, by its kind."""
+    if spec.latent is not None:
+        return "self_attn", LatentAttention(spec, spec.latent, layer, group, matrices)
     if spec.recurrent is None or layer not in spec.recurrent.layers:
         return "self_attn", SelfAttention(spec, layer, group, matrices)
     is_delta = isinstance(spec.recurrent, DeltaSpec)

@@ -240,6 +240,45 @@ Part: TypeAlias = Literal["mixer", "feed-forward"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LatentSpec:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434).
+
+    Each position has a latent of ``latent_dim`` numbers, of which all heads make their keys and
+    values, and one rotated key of ``rope_dim`` numbers for all heads. A head's query has
+    ``nope_dim`` numbers that do not rotate and ``rope_dim`` that do; its value has ``value_dim``.
+    With a ``query_rank`` queries are made of a latent, too, which has this size. Both latents are
+    normalized, with ``norm_eps``.
+    """
+
+    latent_dim: int
+    rope_dim: int
+    nope_dim: int
+    value_dim: int
+    query_rank: int | None = None
+    norm_eps: float = 1e-6
+
+    @property
+    def query_dim(self) -> int:
+        """The size of a head's query, as the projection gives it."""
+        return self.nope_dim + self.rope_dim
+
+    @property
+    def key_dim(self) -> int:
+        """The numbers of a position in a page."""
+        return self.latent_dim + self.rope_dim
+
+    def num_parameters(self, num_heads: int, hidden_size: int) -> int:
+        """Number of weights of a layer's projections."""
+        queries, rank = num_heads * self.query_dim, self.query_rank
+        of_queries = hidden_size * queries
+        if rank is not None:
+            of_queries = rank * (hidden_size + queries)
+        of_heads = num_heads * (self.nope_dim + self.value_dim) * self.latent_dim
+        outputs = num_heads * self.value_dim * hidden_size
+        return of_queries + hidden_size * self.key_dim + of_heads + outputs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerInputs:
     """What each layer reads besides the residual stream (Gemma 4): for each token ``size`` numbers
     from an embedding of ``vocab_size`` ids."""
@@ -287,6 +326,9 @@ class ModelSpec:
     ``layer_inputs`` describes what layers read besides the residual stream. With ``scaled_layers``
     each layer multiplies its output by a number. If ``logit_cap`` c is not 0, it bounds logits x as
     c tanh(x / c).
+
+    With ``latent`` all layers have multi-head latent attention. Pages hold the latents: they are
+    the only KV head, whose ``head_dim`` is that of latent and rotated key together.
     """
 
     architecture: str
@@ -330,6 +372,7 @@ class ModelSpec:
     layer_inputs: LayerInputs | None = None
     scaled_layers: bool = False
     logit_cap: float = 0.0
+    latent: LatentSpec | None = None
     generates: bool = True
     names: TensorNames = field(default_factory=TensorNames)
     weights: WeightFormats | None = None
@@ -338,18 +381,19 @@ class ModelSpec:
 
     def __post_init__(self) -> None:
         layers = [
-            (self.rope_of(layer), self.kv_heads_of(layer)) for layer in range(self.num_layers)
+            (self.rope_of(layer), self.kv_heads_of(layer), self.rotary_head_dim(layer))
+            for layer in range(self.num_layers)
         ]
-        for rope, heads in dict.fromkeys(layers):
+        for rope, heads, rotary_head_dim in dict.fromkeys(layers):
             if self.num_heads % heads.num_kv_heads:
                 raise ConfigError(
                     f"{self.num_heads} attention heads cannot share {heads.num_kv_heads} "
                     "key-value heads"
                 )
-            if heads.head_dim % 2:
-                raise ConfigError(f"rotary embedding needs an even head_dim, got {heads.head_dim}")
+            if rotary_head_dim % 2:
+                raise ConfigError(f"rotary embedding needs an even head_dim, got {rotary_head_dim}")
             if rope is not None:
-                rope.check(heads.head_dim)
+                rope.check(rotary_head_dim)
         if self.context > MOST_POSITIONS:
             raise ConfigError(
                 f"max_position_embeddings {self.rope.max_positions} with a rotary factor of "
@@ -406,6 +450,10 @@ class ModelSpec:
             return self.kv_heads[layer]
         return KVHeads(self.num_kv_heads, self.head_dim)
 
+    def rotary_head_dim(self, layer: int) -> int:
+        """The size of what a layer's ``rope_of`` rotates."""
+        return self.kv_heads_of(layer).head_dim if self.latent is None else self.latent.rope_dim
+
     def intermediate_size_of(self, layer: int) -> int:
         """The width of a layer's feed-forward block."""
         return self.intermediate_sizes[layer] if self.intermediate_sizes else self.intermediate_size
@@ -434,6 +482,9 @@ class ModelSpec:
         mixers = 0
         for layer in range(self.num_layers):
             if not self.attends(layer):
+                continue
+            if self.latent is not None:
+                mixers += self.latent.num_parameters(self.num_heads, self.hidden_size)
                 continue
             # queries and their gates, outputs; keys, values
             own, heads = self.kv_heads_of(layer), (2 + self.gated_attention) * self.num_heads
@@ -484,4 +535,5 @@ class ModelSpec:
             sections=self.sections,
             sinks=self.sinks,
             by_layer=by_layer if len(set(by_layer)) > 1 else (),
+            latent_dim=None if self.latent is None else self.latent.latent_dim,
         )

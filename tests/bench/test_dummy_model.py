@@ -50,10 +50,13 @@ def test_every_id_of_the_model_is_one_of_the_tokenizer(
         "granite-4": 100_352,
         "nemotron-nano": 131_072,
         "nemotron-3": 131_072,
+        "glm-4.7": 154_880,
+        "deepseek-v2": 102_400,
     }
     family = "-".join(shape.split("-")[: 1 if shape.startswith("qwen") else 2])
     assert spec.vocab_size == vocab_sizes[family]
-    assert (spec.moe is not None) == (bool(re.search(r"-a\d+b$", shape)) or family == "gpt-oss")
+    has_experts = family in ("gpt-oss", "glm-4.7", "deepseek-v2")
+    assert (spec.moe is not None) == (bool(re.search(r"-a\d+b$", shape)) or has_experts)
     recurrent = ("qwen3.6", "granite-4", "nemotron-nano", "nemotron-3")
     assert (spec.recurrent is not None) == (family in recurrent)
     assert num_tokens(tmp_path / "model", sizes) == spec.vocab_size
@@ -111,7 +114,10 @@ def test_the_shape_of_a_config_json(tmp_path: Path) -> None:
 
 def test_shapes_that_are_refused(tmp_path: Path) -> None:
     result = make("qwen9", tmp_path)
-    assert result.exit_code == 2 and "'qwen9' is no file, and none of gemma-3-27b," in result.output
+    assert (
+        result.exit_code == 2
+        and "'qwen9' is no file, and none of deepseek-v2-lite," in result.output
+    )
     path = tmp_path / "config.json"
     for changed, said in (
         ({"vocab_size": 100}, "vocab_size is 100, and the tokenizer has"),

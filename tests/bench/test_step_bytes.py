@@ -56,6 +56,14 @@ def test_windows_bound_what_is_read(tmp_path: Path) -> None:
         assert bytes_of_decode(model, 2, window + 9) == bytes_of_decode(model, 2, window)
 
 
+def test_latents_are_read_once(tmp_path: Path) -> None:
+    with bound("youtu", tmp_path) as (model, _):
+        latent = model.spec.latent
+        assert latent is not None
+        grown = bytes_of_decode(model, 2, 50) - bytes_of_decode(model, 2, 49)
+        assert grown == model.spec.num_layers * 2 * latent.key_dim * FLOAT
+
+
 def test_experts_count_as_often_as_they_are_chosen(tmp_path: Path) -> None:
     with bound("mixtral", tmp_path) as (model, sizes):
         assert model.spec.moe is not None

@@ -19,6 +19,10 @@ from transformers import (
     AfmoeForCausalLM,
     BambaConfig,
     BambaForCausalLM,
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Dots1Config,
     Dots1ForCausalLM,
     Ernie4_5_MoeConfig,
@@ -251,6 +255,75 @@ def _glm4_moe(**changes: Any) -> PreTrainedModel:
 
 def _dots1(**changes: Any) -> PreTrainedModel:
     return _corrected(Dots1ForCausalLM(Dots1Config(**_sigmoid_experts(**changes))))
+
+
+_LATENTS: Final = MappingProxyType(
+    {
+        "kv_lora_rank": 40,
+        "q_lora_rank": 36,
+        "qk_nope_head_dim": 24,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 20,
+        "num_key_value_heads": 4,
+    }
+)
+"""Of multi-head latent attention."""
+_LATENT_YARN: Final = MappingProxyType(
+    {
+        "rope_type": "yarn",
+        "rope_theta": 10_000.0,
+        "factor": 8.0,
+        "original_max_position_embeddings": 32,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.707,
+    }
+)
+
+
+def _deepseek_v3(**changes: Any) -> PreTrainedModel:
+    values = _sigmoid_experts(**{**_LATENTS, **changes})
+    return _corrected(DeepseekV3ForCausalLM(DeepseekV3Config(**values)))
+
+
+def _deepseek_v2(**changes: Any) -> PreTrainedModel:
+    values = _sigmoid_experts(**{**_LATENTS, "norm_topk_prob": False, **changes})
+    return DeepseekV2ForCausalLM(DeepseekV2Config(**values))
+
+
+def _glm4_moe_lite(**changes: Any) -> PreTrainedModel:
+    values = _sigmoid_experts(**{**_LATENTS, **changes})
+    return _corrected(_newer("Glm4MoeLiteForCausalLM")(_newer("Glm4MoeLiteConfig")(**values)))
+
+
+def _mistral4_text(**changes: Any) -> dict[str, Any]:
+    """Queries grow every 32 positions."""
+    _newer("Mistral4Config")
+    rope = {**_MINISTRAL_ROPE, "partial_rotary_factor": 0.4, "mscale_all_dim": 0.8}
+    values = {**_LATENTS, "first_k_dense_replace": 0, "rope_parameters": rope}
+    return _sigmoid_experts(**{**values, "num_hidden_layers": 2, **changes})
+
+
+def _mistral4(**changes: Any) -> PreTrainedModel:
+    config = _newer("Mistral4Config")(**_mistral4_text(**changes))
+    return cast(PreTrainedModel, _newer("Mistral4ForCausalLM")(config))
+
+
+def _kimi_k25(spelled: str = "Kimi_K25") -> PreTrainedModel:
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    vision |= {"num_attention_heads": 2, "pos_emb_height": 4, "pos_emb_width": 4}
+    text = _sigmoid_experts(**_LATENTS, n_group=1, topk_group=1, model_type="deepseek_v3")
+    config = _newer("Kimi_K25Config")(
+        text_config={**text, "rope_parameters": dict(_LATENT_YARN)},
+        vision_config=vision,
+        projection_hidden_size=32,
+        tie_word_embeddings=False,
+    )
+    return _corrected(class_of(f"{spelled}ForConditionalGeneration")(config))
+
+
+def _youtu(**changes: Any) -> PreTrainedModel:
+    config = _newer("YoutuConfig")(**{**_SHAPE, **_LATENTS, **changes})
+    return cast(PreTrainedModel, _newer("YoutuForCausalLM")(config))
 
 
 def _corrected(model: PreTrainedModel) -> PreTrainedModel:
@@ -722,6 +795,8 @@ def class_of(architecture: str) -> Any:
     """The class of transformers for a name in ``architectures``, as publishers spell it."""
     if architecture == "ExaoneMoEForCausalLM":
         return type(architecture, (ExaoneMoeForCausalLM,), {})
+    if architecture == "KimiK25ForConditionalGeneration":
+        return type(architecture, (_newer("Kimi_K25ForConditionalGeneration"),), {})
     if config := _AS_LLAMA.get(architecture):
         return type(architecture, (LlamaForCausalLM,), {"config_class": _newer(config)})
     return _newer(architecture)
@@ -1104,13 +1179,37 @@ CASES: Final[Mapping[str, Callable[[], PreTrainedModel]]] = MappingProxyType(
             key_multiplier=1.0,
             tie_word_embeddings=True,
         ),
+        "deepseek-v3": lambda: _deepseek_v3(
+            n_group=4, topk_group=2, rope_parameters=dict(_LATENT_YARN)
+        ),
+        "deepseek-v3-queries": lambda: _deepseek_v3(
+            n_group=1, topk_group=1, q_lora_rank=None, rope_interleave=False
+        ),
+        "deepseek-v2": lambda: _deepseek_v2(
+            n_group=4, topk_group=2, topk_method="group_limited_greedy"
+        ),
+        "deepseek-v2-lite": lambda: _deepseek_v2(
+            q_lora_rank=None, rope_parameters=dict(_LATENT_YARN)
+        ),
+        "glm4-moe-lite": _glm4_moe_lite,
+        "glm4-moe-lite-sparse": lambda: _glm4_moe_lite(
+            mlp_layer_types=["sparse", "dense", "sparse"], tie_word_embeddings=True
+        ),
+        "youtu": _youtu,
+        "mistral4": _mistral4,
+        "mistral4-groups": lambda: _mistral4(
+            n_group=4, topk_group=2, first_k_dense_replace=1, q_lora_rank=None
+        ),
+        "kimi-k25": _kimi_k25,
+        "kimi-k25-published": lambda: _kimi_k25("KimiK25"),
+        "mistral3-latents": lambda: _mistral3(_mistral4_text(model_type="mistral4", head_dim=40)),
     }
 )
 
 
 _SEEDS: Final = MappingProxyType(
     {"dots1": 1001, "glm4-moe-groups": 1002, "gpt-oss": 1004, "granite-moe": 1001}
-    | {"minimax-m2": 1001}
+    | {"minimax-m2": 1001, "deepseek-v3-queries": 1001, "glm4-moe-lite": 1001, "mistral4": 1001}
 )
 """Seeds of checkpoints that nearly tie with the seed that their place in ``CASES`` gives."""
 
@@ -1172,6 +1271,24 @@ def write_broad_afmoe_checkpoint(folder: Path) -> Any:
     """Trinity in such sizes: experts between norms of their inputs and outputs."""
     sizes = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4}
     model: Any = _afmoe(**sizes, head_dim=64, moe_intermediate_size=256, num_experts=16)
+    draw(model, seed=97, spread=0.06)
+    return _saved(model, folder)
+
+
+def write_broad_latents_checkpoint(folder: Path, **changes: Any) -> Any:
+    """A GLM-4.7-Flash in such sizes; ``changes`` apply to its config."""
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "v_head_dim": 64}
+    latents = {"kv_lora_rank": 128, "q_lora_rank": 256, "qk_nope_head_dim": 64}
+    model: Any = _glm4_moe_lite(
+        **heads,
+        **latents,
+        qk_rope_head_dim=64,
+        hidden_size=512,
+        intermediate_size=512,
+        moe_intermediate_size=256,
+        n_routed_experts=16,
+        **changes,
+    )
     draw(model, seed=97, spread=0.06)
     return _saved(model, folder)
 
@@ -1247,6 +1364,12 @@ def write_model(name: str, folder: Path) -> None:
         "quantized-dense": lambda: _qwen3(**sizes),
         "quantized-moe": lambda: _qwen3_moe(
             **sizes, moe_intermediate_size=192, num_experts=4, decoder_sparse_step=2
+        ),
+        "quantized-latents": lambda: _deepseek_v2(
+            **{**sizes, "num_hidden_layers": 2, "kv_lora_rank": 128, "q_lora_rank": 192},
+            moe_intermediate_size=192,
+            n_routed_experts=4,
+            num_experts_per_tok=3,
         ),
         "quantized-phi": lambda: _phi3(**sizes),
         "quantized-hybrid": lambda: _qwen3_5(**sizes, **_WIDE_DELTA),

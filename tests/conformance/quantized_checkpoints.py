@@ -269,6 +269,16 @@ CASES: Final[Mapping[str, Case]] = MappingProxyType(
             {**_FP8, "weight_block_size": [64, 64], "modules_to_not_convert": _PLAIN_IN_HYBRIDS},
             model="quantized-hybrid-moe",
         ),
+        "fp8-blocks-latents": Case(
+            fp8_blocks,
+            {**_FP8, "modules_to_not_convert": ["lm_head", "model.layers.1.mlp.gate"]},
+            model="quantized-latents",
+        ),
+        "awq-latents": Case(
+            lambda weight: awq(weight, group=64),
+            {**_AWQ, "group_size": 64, "modules_to_not_convert": ["gate"]},
+            model="quantized-latents",
+        ),
         "autofp8-static": Case(
             fp8_tensor,
             {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]},
@@ -462,7 +472,7 @@ CASES: Final[Mapping[str, Case]] = MappingProxyType(
         ),
     }
 )
-_PROJECTION: Final = r"(model|backbone)\.layers\..*_proj(_qkv|_z|_qkvz)?\.weight"
+_PROJECTION: Final = r"(model|backbone)\.layers\..*_proj(_qkv|_z|_qkvz|_with_mqa)?\.weight"
 _IN_TURN: Final = r".*\.experts\.(gate_up|down)_proj"
 
 

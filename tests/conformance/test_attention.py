@@ -51,7 +51,7 @@ class Sequence:
     """Keys and values of a whole sequence; the first ``computed`` are in the pages."""
 
     keys: Tensor  # [length, num_kv_heads, head_dim]
-    values: Tensor
+    values: Tensor  # of latents only the first part of the keys
     pages: list[int]
     computed: int = 0
 
@@ -80,6 +80,7 @@ class World:
         dtype: torch.dtype = torch.float32,
         sinks: bool = False,
         sections: bool = False,
+        latent_dim: int | None = None,
     ):
         self.shape = AttentionShape(
             num_heads=num_heads,
@@ -89,6 +90,7 @@ class World:
             windows=windows,
             sections=sections,
             sinks=sinks,
+            latent_dim=latent_dim,
         )
         self.page_size, self.dtype = page_size, dtype
         # in some heads sinks take hardly any weight, in others nearly all
@@ -117,7 +119,10 @@ class World:
     def add(self, length: int) -> int:
         heads = (length, self.shape.num_kv_heads, self.shape.head_dim)
         pages = [self.free.pop() for _ in range(-(-length // self.page_size))]
-        self.sequences.append(Sequence(self.draw(heads), self.draw(heads), pages))
+        keys, values = self.draw(heads), self.draw(heads)
+        if self.shape.latent_dim is not None:
+            values = keys[..., : self.shape.latent_dim]
+        self.sequences.append(Sequence(keys, values, pages))
         return len(self.sequences) - 1
 
     def draw(self, shape: tuple[int, ...]) -> Tensor:
@@ -213,7 +218,7 @@ class World:
         return table.int()
 
     def _check(self, attend: LayerAttention, q: Tensor, layer: int, expected: list[Tensor]) -> None:
-        out = torch.full_like(q, torch.nan)
+        out = q.new_full((*q.shape[:2], self.shape.latent_dim or self.shape.head_dim), torch.nan)
         attend(out, q, replace(self.kv.layers[layer], sinks=self.sinks), layer)
         tolerance = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 0.03}[self.dtype]
         torch.testing.assert_close(
@@ -311,6 +316,27 @@ def test_dtypes(backend: str, dtype: torch.dtype) -> None:
     first, second = world.add(60), world.add(9)
     world.step([(first, 40), (second, 8)])
     world.step([(first, 1), (second, 1)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_latents(backend: str, page_size: int, dtype: torch.dtype) -> None:
+    """Some rows read their first pages together."""
+    world = World(
+        backend,
+        page_size=page_size,
+        num_heads=8,
+        num_kv_heads=1,
+        head_dim=576,
+        latent_dim=512,
+        dtype=dtype,
+    )
+    rows = [world.add(length) for length in (700, 620, 600, 40)]
+    world.step([(row, 30) for row in rows])
+    world.step([(rows[0], 100), (rows[3], 1), (rows[1], 2)])
+    shared = world.share(rows[:3], 0, 560 // page_size)
+    world.step([(rows[0], 560), (rows[1], 560), (rows[2], 560)])
+    world.step([(row, 1) for row in rows], [shared])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

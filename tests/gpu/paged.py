@@ -33,7 +33,8 @@ SCALE = KVScale(0.25, 2.0)
 
 @dataclass(frozen=True)
 class Case:
-    """A shape to try attention with: 8 query heads, or two groups if 8 is not a multiple."""
+    """A shape to try attention with: 8 query heads, or two groups if 8 is not a multiple. With
+    ``latent_dim`` there is one KV head for all heads of a group."""
 
     page_size: int
     group: int
@@ -42,15 +43,19 @@ class Case:
     fp8: bool = False
     sinks: bool = False
     sections: bool = False
+    latent_dim: int | None = None
 
     def __str__(self) -> str:
         words = [f"page{self.page_size}", f"group{self.group}", f"dim{self.head_dim}"]
         words += [f"window{self.window}"] * (self.window is not None)
         words += ["fp8"] * self.fp8 + ["sinks"] * self.sinks + ["sections"] * self.sections
+        words += [f"latent{self.latent_dim}"] * (self.latent_dim is not None)
         return "-".join(words)
 
     @property
     def num_heads(self) -> int:
+        if self.latent_dim is not None:
+            return self.group
         return 2 * self.group if 8 % self.group else 8
 
     def setting(self, dtype: torch.dtype, device: torch.device) -> AttentionSetting:
@@ -62,6 +67,7 @@ class Case:
             windows=(self.window,),
             sections=self.sections,
             sinks=self.sinks,
+            latent_dim=self.latent_dim,
         )
         return AttentionSetting(
             shape=shape,
@@ -105,6 +111,10 @@ class Paged:
                 cache[table[row, position // page_size], position % page_size] = x
                 found.append(x * factor)
         keys, values = (cache.to(setting.kv_dtype) for cache in caches)
+        if shape.latent_dim is not None:
+            values = keys[..., : shape.latent_dim]
+            scale = KVScale(scale.k, scale.k)
+            in_order[1] = [of_row[..., : shape.latent_dim] for of_row in in_order[0]]
         on_device = torch.tensor([[scale.k], [scale.v]], device=device) if is_fp8 else (None, None)
         k_scale, v_scale = on_device
         # some sinks take hardly any weight, others nearly all
@@ -125,6 +135,10 @@ class Paged:
         heads = shape.num_heads + 2 * shape.num_kv_heads
         packed = torch.randn(num_tokens, heads, shape.head_dim, device=self.setting.device)
         return packed.to(self.setting.dtype)[:, : shape.num_heads]
+
+    def empty_out(self, q: Tensor) -> Tensor:
+        """Memory for the attention of these queries."""
+        return q.new_empty(*q.shape[:2], self.kv.values.shape[-1])
 
     def int32(self, values: Sequence[int] | IntArray) -> Tensor:
         return torch.tensor(list(values), dtype=torch.int32, device=self.setting.device)
@@ -194,7 +208,7 @@ class Prompts:
             max_length=int(np.diff(self.offsets).max()),
             max_end=max(self.ends),
         )
-        out = torch.empty(self.q.shape, dtype=self.q.dtype, device=self.q.device)
+        out = self.paged.empty_out(self.q)
         backend.prefill.plan_chunks(chunks)(out, self.q, self.paged.kv, 0)
         return out
 
@@ -215,7 +229,8 @@ class Prompts:
             max_length=len(q),
             max_end=self.paged.setting.max_pages * self.paged.setting.page_size,
         )
-        out = torch.cat([between, torch.full_like(self.q, torch.nan), between])
+        nothing = self.paged.empty_out(self.q).fill_(torch.nan)
+        out = torch.cat([between, nothing, between])
         backend.prefill.plan_chunks(chunks)(out, q, self.paged.kv, 0)
         return out
 
@@ -278,7 +293,7 @@ class Decoding:
         """Without ``host_lengths``, as in a step to be captured."""
         attend_rows = backend.decode.plan_rows(self.rows(host_lengths))
         q = self._now.q
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        out = self.paged.empty_out(q)
         attend_rows(out, q, self.paged.kv, 0)
         return out
 

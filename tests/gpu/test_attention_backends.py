@@ -21,7 +21,12 @@ from minisgl_backend.attention.choose import choose_attention
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.kernels.dispatch import is_interpreted
 from minisgl_backend.request import IntArray
-from tests.conformance.checkpoints import CONTEXT, VOCAB_SIZE, write_broad_checkpoint
+from tests.conformance.checkpoints import (
+    CONTEXT,
+    VOCAB_SIZE,
+    write_broad_checkpoint,
+    write_broad_latents_checkpoint,
+)
 from tests.conformance.engines import prompts_with_shared_prefixes
 from tests.gpu.paged import Case, Decoding, Prompts, assert_tokens_close
 from tests.gpu.test_executor import serve, shortfalls, tokens_of
@@ -62,6 +67,18 @@ SECTIONS = [
     Case(16, 5, 128, window=128, sections=True),
     Case(64, 4, 64, window=64, sections=True),
 ]
+LATENTS = [
+    Case(16, 20, 576, latent_dim=512),
+    Case(64, 16, 576, latent_dim=512),
+    Case(64, 128, 576, latent_dim=512),
+    Case(16, 64, 320, latent_dim=256),
+    Case(1, 5, 56, latent_dim=40),
+]
+"""The heads of GLM-4.7-Flash, of DeepSeek-V3 on eight GPUs and on one, and others."""
+FP8_LATENTS = [
+    Case(16, 20, 576, fp8=True, latent_dim=512),
+    Case(64, 64, 576, fp8=True, latent_dim=512),
+]
 FP8_SINKS = [Case(16, 8, 64, window=50, fp8=True, sinks=True)]
 
 IN_TILES = [
@@ -70,11 +87,14 @@ IN_TILES = [
 
 BACKENDS = {
     "cuda": [*IN_TILES, *WIDE],
-    "triton": [*WHOLE, *UNEVEN, *ODD, *FP8, *ODD_FP8, *SINKS, *SECTIONS, *FP8_SINKS],
+    "triton": [
+        *[*WHOLE, *UNEVEN, *ODD, *FP8, *ODD_FP8, *SINKS, *SECTIONS, *FP8_SINKS],
+        *[*LATENTS, *FP8_LATENTS],
+    ],
     "fa": [*WHOLE, *SINKS, *SECTIONS],
     "fi": [*FEWER, *FP8, *SINKS, *SECTIONS, *FP8_SINKS],
     "trtllm": [*FEWEST, *FEWEST_FP8, *SINKS, *SECTIONS],
-    "sdpa": [*WHOLE, *UNEVEN, *FP8, *SINKS, *SECTIONS, *FP8_SINKS],
+    "sdpa": [*WHOLE, *UNEVEN, *FP8, *SINKS, *SECTIONS, *FP8_SINKS, *LATENTS, *FP8_LATENTS],
     "fa,triton": FEWEST,
     "fa,fi": FEWEST,
     "invariant": [*FEWER, *UNEVEN, *FP8],
@@ -122,7 +142,7 @@ def test_chunks_of_captured_steps(
     if not backend.captures_chunks:
         return
     prompts = Prompts.of(case.setting(dtype, device))
-    between = torch.randn_like(prompts.q[:13])
+    between = torch.randn_like(prompts.paged.empty_out(prompts.q[:13]))
     out = prompts.attend_as_captured(backend, between)
     assert torch.equal(out[:13], between)
     assert torch.equal(out[-13:], between)
@@ -194,6 +214,29 @@ def test_engines_answer_alike(name: str, tmp_path: Path) -> None:
     except ConfigError as error:
         pytest.skip(str(error))
     assert max(shortfalls(reference, prompts, tokens_of(sinks))) < 0.15
+
+
+@pytest.mark.skipif(is_interpreted(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", [None, "triton", "sdpa", "sdpa,triton", "triton,sdpa"])
+def test_engines_answer_alike_over_latents(name: str | None, tmp_path: Path) -> None:
+    layers = ["dense"] * 3  # rounding may choose other experts
+    reference = write_broad_latents_checkpoint(tmp_path, mlp_layer_types=layers).bfloat16().float()
+    prompts = prompts_with_shared_prefixes(vocab_size=VOCAB_SIZE, longest=110, seed=7)
+    sinks = serve(tmp_path, prompts, max_sequence_length=CONTEXT, attention_backend=name)
+    assert max(shortfalls(reference, prompts, tokens_of(sinks))) < 0.15
+
+
+@pytest.mark.skipif(is_interpreted(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ["triton", "sdpa"])
+def test_engines_over_latents_in_float8(name: str, tmp_path: Path) -> None:
+    layers = ["dense"] * 3
+    reference = write_broad_latents_checkpoint(tmp_path, mlp_layer_types=layers).bfloat16().float()
+    prompts = prompts_with_shared_prefixes(vocab_size=VOCAB_SIZE, longest=110, seed=7)
+    options: dict[str, Any] = {"kv_cache_dtype": "fp8_e4m3", "attention_backend": name}
+    sinks = serve(tmp_path, prompts, max_sequence_length=CONTEXT, **options)
+    below = np.array(shortfalls(reference, prompts, tokens_of(sinks)))
+    assert np.mean(below > 0) < 0.4
+    assert below.max() < 1.0
 
 
 @pytest.mark.skipif(is_interpreted(), reason="needs a CUDA device")

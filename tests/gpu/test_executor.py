@@ -110,10 +110,17 @@ OTHERS = [
     "gpt-oss",
     "llama4",
     "llama4-multimodal",
+    "deepseek-v2",
+    "deepseek-v2-lite",
+    "deepseek-v3",
+    "deepseek-v3-queries",
+    "glm4-moe-lite",
+    "mistral4",
+    "youtu",
 ]
 """Cases with parts that no case above has."""
 _HAVE_EXPERTS = re.compile(
-    "mixtral|moe|dots|oss|experts|llama4|minimax|solar|hy-v3|mellum|granite-shared"
+    "mixtral|moe|dots|oss|experts|llama4|minimax|solar|hy-v3|mellum|granite-shared|deepseek|mistral4"
 )
 EXPERTS = [case for case in CASES + OTHERS if _HAVE_EXPERTS.search(case)]
 """Rounding, even of attention's GEMMs alone, may choose other experts."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import socket
 import subprocess
@@ -25,11 +26,12 @@ from minisgl_backend.model_check import (
 )
 from minisgl_backend.models.catalog import load_spec, parse_spec
 from minisgl_backend.models.checkpoint import tensor_files
-from minisgl_backend.models.spec import MoeSpec
+from minisgl_backend.models.spec import LatentSpec, MoeSpec
 from minisgl_backend.precheck import check_meeting_point, check_options, device_type
 from minisgl_backend.weight_format import CONVERT_TO_FP8
 from minisgl_bench.dummy_model import SHAPES
 from minisgl_kit.adapters import adapted_shapes
+from tests.conformance.checkpoints import write_checkpoint
 from tests.unit.models.config_jsons import FALCON_H1_0_5B
 
 
@@ -193,6 +195,10 @@ def test_sections_begin_with_pages(folder: Path) -> None:
         ({"norms": "around"}, "norms of the outputs"),
         ({"qk_norm": "token"}, "norms over all heads"),
         ({"sinks": True}, "attention sinks"),
+        (
+            {"latent": LatentSpec(latent_dim=8, rope_dim=8, nope_dim=8, value_dim=8)},
+            "latent attention",
+        ),
         ({"kv_heads": (KVHeads(2, 64),) * 4}, "layers that differ in their heads"),
         ({"scaled_layers": True}, "layers with inputs of their own"),
         ({"gated_attention": True}, "gated attention"),
@@ -284,6 +290,36 @@ def test_adapters_do_not_go_with_multipliers_in_weights(folder: Path) -> None:
 def test_the_memory_of_adapters_is_that_of_their_slots(name: str) -> None:
     spec = parse_spec(SHAPES[name])
     assert num_adapted(spec) == sum(ins + outs for _, outs, ins in adapted_shapes(spec))
+
+
+def test_latents_take_no_adapters(folder: Path) -> None:
+    config = {**SHAPES["deepseek-v2-lite"], "vocab_size": 2048, "num_hidden_layers": 2}
+    (folder / "config.json").write_text(json.dumps(config))
+    options = EngineOptions(load_format="dummy")
+    checked_spec(options, folder, "cpu")
+    with pytest.raises(ConfigError, match="enable_lora: adapters are not supported for latent att"):
+        checked_spec(replace(options, enable_lora=True), folder, "cpu")
+
+
+def test_latents_of_another_size(tmp_path: Path) -> None:
+    write_checkpoint("deepseek-v3", tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "kv_lora_rank": 44}))
+    message = r"kv_lora_rank \+ qk_rope_head_dim is 60, but model\..*kv_a_proj_with_mqa\.weight has"
+    with pytest.raises(ConfigError, match=message):
+        checked_spec(EngineOptions(), tmp_path, None)
+
+
+@pytest.mark.parametrize("case", ["deepseek-v3", "deepseek-v2-lite"])
+def test_the_weights_of_latents_are_counted(case: str, tmp_path: Path) -> None:
+    write_checkpoint(case, tmp_path)
+    stored = [
+        header.shape
+        for held in tensor_files(tmp_path).values()
+        for header in held.values()
+        if len(header.shape) >= 2
+    ]
+    assert load_spec(tmp_path).num_parameters == sum(math.prod(shape) for shape in stored)
 
 
 def test_a_config_of_other_weights(folder: Path) -> None:

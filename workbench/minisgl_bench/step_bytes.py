@@ -17,6 +17,7 @@ from minisgl_backend.layers.embedding import VocabEmbedding
 from minisgl_backend.layers.experts import ExpertsMLP
 from minisgl_backend.models.decoder import Decoder
 from minisgl_backend.models.gated_delta_net import GatedDeltaNet
+from minisgl_backend.models.latent_attention import LatentAttention
 from minisgl_backend.models.mamba import MambaMixer
 from minisgl_backend.models.parallel_mixer import ParallelMixer
 from minisgl_backend.models.token_mixing import SelfAttention, TokenMixer
@@ -56,9 +57,10 @@ def _bytes_of_row(mixer: TokenMixer | None, num_seen: int) -> int:
     if isinstance(mixer, GatedDeltaNet):
         num_bytes = mixer.states.conv[0].nbytes + mixer.states.matrices[0].nbytes
         return num_bytes + num_bytes // WHOLE_EVERY
-    assert isinstance(mixer, SelfAttention)
+    assert isinstance(mixer, (SelfAttention, LatentAttention))
     keys = mixer.kv.keys  # [num_pages + 1, page_size, num_kv_heads, head_dim]
-    return 2 * keys.shape[2] * keys.shape[3] * keys.itemsize * num_seen
+    tensors = 1 if mixer.kv.has_latents else 2
+    return tensors * keys.shape[2] * keys.shape[3] * keys.itemsize * num_seen
 
 
 def _bytes_of_experts(layer: ExpertsMLP, batch_size: int) -> int:

@@ -23,22 +23,23 @@ _CHUNKS = tl.constexpr(128)  # of an iteration of the search for a program's chu
 
 
 @triton.jit
-def find_chunk(offsets_ptr, num_chunks, QUERIES: tl.constexpr):
-    """The chunk of a program and its block of queries: (chunk, first token, length, block)."""
+def find_chunk(offsets_ptr, num_chunks, QUERIES: tl.constexpr, TIMES: tl.constexpr = 1):
+    """The chunk of a program and its block of queries: (chunk, first token, length, block). A token
+    has ``TIMES`` queries."""
     # a chunk's last blocks see the most keys, so they start first
     program = tl.num_programs(0) - 1 - tl.program_id(0)
-    # chunk i has the programs from (offsets[i] - offsets[0]) // QUERIES + i on, which are enough
-    # wherever it begins
+    # chunk i has the programs from (offsets[i] - offsets[0]) * TIMES // QUERIES + i on, which are
+    # enough wherever it begins
     origin = tl.load(offsets_ptr)
     chunk = -1
     for start in tl.range(0, num_chunks, _CHUNKS):
         i = start + tl.arange(0, _CHUNKS)
         offset = tl.load(offsets_ptr + i, mask=i < num_chunks, other=0) - origin
-        begun = (i < num_chunks) & (offset // QUERIES + i <= program)
+        begun = (i < num_chunks) & (offset * TIMES // QUERIES + i <= program)
         chunk += tl.sum(begun.to(tl.int32), axis=0)
     first_token = tl.load(offsets_ptr + chunk)
     length = tl.load(offsets_ptr + chunk + 1) - first_token
-    block = program - ((first_token - origin) // QUERIES + chunk)
+    block = program - ((first_token - origin) * TIMES // QUERIES + chunk)
     return chunk, first_token, length, block
 
 

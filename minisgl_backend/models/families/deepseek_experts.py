@@ -40,13 +40,12 @@ def read_glm4_moe(config: ConfigReader) -> ModelSpec:
     )
     fields = common_fields(config, partial=True)
     num_layers = fields["num_layers"]
-    drafting = config.integer("num_nextn_predict_layers", 1, minimum=0)
     return ModelSpec(
         architecture="Glm4MoeForCausalLM",
         qkv_bias=config.flag("attention_bias"),
         qk_norm="head" if config.flag("use_qk_norm") else None,
         moe=deepseek_experts(config, num_layers, first=1),
-        names=TensorNames(left_out=_layers_from(num_layers, drafting)),
+        names=TensorNames(left_out=drafting_layers(config, num_layers)),
         **fields,
     )
 
@@ -177,14 +176,13 @@ def read_hy_v3(config: ConfigReader) -> ModelSpec:
     )
     num_shared = config.integer("num_shared_experts", 1, maximum=MOST_EXPERTS)
     shared = SharedExpert(name="shared_experts", intermediate_size=num_shared * inner)
-    drafting = config.integer("num_nextn_predict_layers", 1, minimum=0)
     names = TensorNames(
         renamed=(
             (".mlp.router.gate.", ".mlp.gate."),
             (".mlp.expert_bias", ".mlp.gate.e_score_correction_bias"),
             (".mlp.shared_mlp.", ".mlp.shared_experts."),
         ),
-        left_out=_layers_from(num_layers, drafting),
+        left_out=drafting_layers(config, num_layers),
     )
     experts = ExpertsSpec(routing=rule, intermediate_size=inner, shared=shared)
     return ModelSpec(
@@ -193,6 +191,12 @@ def read_hy_v3(config: ConfigReader) -> ModelSpec:
         names=names,
         **fields,
     )
+
+
+def drafting_layers(config: ConfigReader, num_layers: int) -> tuple[str, ...]:
+    """How names of tensors begin in the layers that predict further tokens, which are left out:
+    ``num_nextn_predict_layers`` behind the last one."""
+    return _layers_from(num_layers, config.integer("num_nextn_predict_layers", 1, minimum=0))
 
 
 def _layers_from(first: int, number: int) -> tuple[str, ...]:

@@ -1,21 +1,31 @@
-"""Mistral, Mixtral, Ministral, and Mistral Small 3.1 and later."""
+"""Mistral, Mixtral, Ministral, and Mistral Small 3.1 and later, Mistral Small 4 included."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Final
 
-from minisgl_backend.experts_spec import ExpertsSpec
+from minisgl_backend.experts_spec import ExpertsSpec, RoutingRule, SharedExpert
 from minisgl_backend.models.common_fields import common_fields
 from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.families.fields import (
     ATTENTION_KINDS,
+    check_always,
     read_routing,
     read_window,
     text_config,
     text_part,
     windows_by_kind,
 )
-from minisgl_backend.models.spec import ModelSpec, MoeSpec, QueryGrowth
+from minisgl_backend.models.families.latents import latent_fields
+from minisgl_backend.models.spec import (
+    MOST_EXPERTS,
+    MOST_WIDTH,
+    ModelSpec,
+    MoeSpec,
+    QueryGrowth,
+)
 from minisgl_backend.models.tensor_names import TensorNames
 
 OF_MIXTRAL: Final = (
@@ -25,6 +35,17 @@ OF_MIXTRAL: Final = (
     (".w3.", ".up_proj."),
 )
 """Names of experts in Mixtral's checkpoints, each with the decoder's."""
+_ROPE_OF_MISTRAL_4: Final[Mapping[str, object]] = MappingProxyType(
+    {
+        "type": "yarn",
+        "rope_theta": 10_000.0,
+        "factor": 128.0,
+        "original_max_position_embeddings": 8192,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.1,
+    }
+)
 
 
 def read_mistral(config: ConfigReader) -> ModelSpec:
@@ -80,11 +101,59 @@ def read_ministral3(config: ConfigReader) -> ModelSpec:
     return ModelSpec(architecture="Ministral3ForCausalLM", query_growth=growth, **fields)
 
 
+def read_mistral4(config: ConfigReader) -> ModelSpec:
+    """``Mistral4ForCausalLM``, the text part of Mistral Small 4: DeepSeek's attention with queries
+    that grow, and experts by a softmax, perhaps from some groups only."""
+    config = config.with_defaults(
+        kv_lora_rank=256,
+        max_position_embeddings=2**20,
+        q_lora_rank=1024,
+        qk_nope_head_dim=64,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+    )
+    rope = config.table("rope_parameters") or _ROPE_OF_MISTRAL_4
+    table = ConfigReader(rope, f"{config.where}: rope_parameters")
+    rope_dim = config.integer("qk_rope_head_dim")
+    rotated = rope_dim / (rope_dim + config.integer("qk_nope_head_dim"))
+    check_always(table, {"partial_rotary_factor": rotated})
+    own = {**table.values, "partial_rotary_factor": 1.0}  # of what rotates
+    fields = latent_fields(config.with_values(rope_parameters=own))
+    growth = QueryGrowth(
+        factor=table.number("llama_4_scaling_beta", or_zero=True),
+        period=fields["rope"].original_max_positions or fields["rope"].max_positions,
+    )
+    first = config.integer("first_k_dense_replace", 0, minimum=0)
+    layers = frozenset(range(first, fields["num_layers"]))
+    moe = MoeSpec(experts=_experts_of_mistral_4(config), layers=layers) if layers else None
+    return ModelSpec(architecture="Mistral4ForCausalLM", query_growth=growth, moe=moe, **fields)
+
+
+def _experts_of_mistral_4(config: ConfigReader) -> ExpertsSpec:
+    inner = config.integer("moe_intermediate_size", 2048, maximum=MOST_WIDTH)
+    num_experts = config.integer("num_local_experts", 128, maximum=MOST_EXPERTS)
+    rule = RoutingRule(
+        num_experts=config.integer("n_routed_experts", num_experts, maximum=MOST_EXPERTS),
+        top_k=config.integer("num_experts_per_tok", 4),
+        normalize=config.flag("norm_topk_prob", True),
+        scale=config.number("routed_scaling_factor", 1.0),
+        num_groups=config.integer("n_group", 1, maximum=MOST_EXPERTS),
+        top_groups=config.integer("topk_group", 1, maximum=MOST_EXPERTS),
+    )
+    num_shared = config.integer("n_shared_experts", 1, maximum=MOST_EXPERTS)
+    shared = SharedExpert(name="shared_experts", intermediate_size=num_shared * inner)
+    return ExpertsSpec(routing=rule, intermediate_size=inner, shared=shared)
+
+
 def read_mistral3(config: ConfigReader) -> ModelSpec:
-    """``Mistral3ForConditionalGeneration``, the text part: Mistral Small 3.1 and later, and
-    Ministral 3, as ``text_config`` says."""
+    """``Mistral3ForConditionalGeneration``, the text part: Mistral Small 3.1 and later, Mistral
+    Small 4 and Ministral 3, as ``text_config`` says."""
     text = text_config(config, tied=True)
-    readers = {"mistral": read_mistral, "ministral3": read_ministral3}
+    readers = {
+        "mistral": read_mistral,
+        "ministral3": read_ministral3,
+        "mistral4": read_mistral4,
+    }
     kind = text.word("model_type", "mistral")
     if kind not in readers:
         raise text.error("model_type", "one of " + ", ".join(readers), kind)

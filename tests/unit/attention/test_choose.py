@@ -25,6 +25,7 @@ from minisgl_backend.attention.base import (
     PagedAttention,
     ScheduledDecode,
 )
+from minisgl_backend.attention.latent_kernels import LatentDecode, LatentPrefill
 from minisgl_backend.attention.own_kernels import InvariantAttention, TritonDecode, TritonPrefill
 from minisgl_backend.attention.sdpa import SdpaAttention
 from minisgl_backend.errors import ConfigError
@@ -80,6 +81,32 @@ def test_wide_heads_have_to_fit_into_shared_memory(dtype: torch.dtype, name: str
     shape = replace(SETTING.shape, head_dim=512)
     assert choice(None, shape=shape, dtype=dtype, device=ACCELERATOR).name == name
     assert choice("triton", shape=shape, dtype=dtype, device=ACCELERATOR).name == "triton"
+
+
+LATENTS = replace(SETTING.shape, num_kv_heads=1, head_dim=576, latent_dim=512)
+
+
+@pytest.mark.parametrize(("dtype", "name"), [(torch.bfloat16, "triton"), (torch.float32, "sdpa")])
+def test_latents_have_kernels_of_their_own(dtype: torch.dtype, name: str) -> None:
+    attention = choice(None, shape=LATENTS, dtype=dtype, device=ACCELERATOR, grouped=True)
+    assert attention.name == name and not attention.reads_groups
+    assert attention.can_capture == attention.captures_chunks == (name == "triton")
+    named = choice("triton", shape=LATENTS, dtype=dtype, device=ACCELERATOR)
+    assert isinstance(named.prefill, LatentPrefill) and isinstance(named.decode, LatentDecode)
+    assert choice(None, shape=LATENTS, grouped=True).reads_groups, "on a CPU"
+
+
+@pytest.mark.parametrize("option", ["cuda", "fa", "fi", "trtllm", "fa,triton", "triton,cuda"])
+def test_other_kernels_take_no_latents(option: str) -> None:
+    with pytest.raises(ConfigError, match="has no kernels for the latents of this model"):
+        choice(option, shape=LATENTS, device=ACCELERATOR)
+
+
+def test_latents_have_to_fit_into_a_tile() -> None:
+    shape = replace(LATENTS, head_dim=832, latent_dim=768)
+    assert choice(None, shape=shape, device=ACCELERATOR).name == "sdpa"
+    with pytest.raises(ConfigError, match="latents of at most 512 elements, not 768: take sdpa"):
+        choice("triton", shape=shape, device=ACCELERATOR)
 
 
 class Scheduled:

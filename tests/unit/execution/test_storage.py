@@ -16,6 +16,7 @@ from minisgl_backend.execution.storage import (
     bytes_per_page,
     choose_num_pages,
 )
+from minisgl_backend.kernels.paged_kv import KVScale
 from minisgl_backend.models.catalog import parse_spec
 from minisgl_bench.dummy_model import SHAPES
 from tests.unit.models.config_jsons import MISTRAL_7B
@@ -45,6 +46,30 @@ def test_bytes_of_a_page() -> None:
         SHAPE, num_pages=7, page_size=16, dtype=torch.float32, device=torch.device("cpu")
     )
     assert kv.pages[0].nbytes == 8 * bytes_per_page(SHAPE, 16, torch.float32)
+
+
+def test_latents_are_keys_and_values_at_once() -> None:
+    shape = replace(SHAPE, num_kv_heads=1, head_dim=12, latent_dim=8)
+    assert bytes_per_page(shape, 4, torch.bfloat16) == 3 * 12 * 4 * 2
+    kv = KVStorage(
+        shape,
+        num_pages=3,
+        page_size=4,
+        dtype=torch.float8_e4m3fn,
+        device=torch.device("cpu"),
+        scales=[KVScale(0.5, 2.0)] * 3,
+    )
+    assert kv.pages[0].nbytes == 4 * bytes_per_page(shape, 4, torch.float8_e4m3fn)
+    for layer in kv.layers:
+        assert layer.values.shape == (4, 4, 1, 8)
+        assert layer.scale == KVScale(0.5, 0.5) and layer.v_scale == layer.k_scale
+        layer.keys.copy_(torch.arange(12.0).expand(4, 4, 1, 12))
+        assert layer.values[3, 3, 0].float().tolist() == list(range(8))
+    kv.clear(torch.tensor([1]))
+    kv.copy(torch.tensor([4]), torch.tensor([8]))
+    for layer in kv.layers:
+        assert not layer.keys[1].float().any() and not layer.values[2, 0].float().any()
+        assert layer.keys[2, 1, 0].float().tolist() == list(range(12))
 
 
 def test_layers_may_differ_in_their_heads() -> None:

@@ -376,6 +376,29 @@ def test_rope_store_without_a_norm_only_rotates() -> None:
     torch.testing.assert_close(caches[0, 0, [1, 0], 0], turned)
 
 
+def test_latents_are_normalized_and_stored_before_their_rotated_keys() -> None:
+    """The third token has no slot."""
+    pages = torch.zeros(2, 2, 1, 6)
+    kv = PagedKV(keys=pages, values=pages[..., :4])
+    q, compressed, weight = torch.randn(3, 2, 2), torch.randn(3, 6), torch.rand(4)
+    cos_sin = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.6, 0.8]])  # a quarter turn at position 1
+    places = rope_store.TokenPlaces(torch.tensor([1, 2, 0]), torch.tensor([3, 0, -1]), cos_sin)
+    queries = torch.zeros(3, 2, 5)
+    rope_store.rope_store_latents(
+        queries[..., 3:], q, compressed, places, kv, norm_weight=weight, eps=0.1
+    )
+    assert not queries[..., :3].any()
+    turned = torch.stack([-q[0, :, 1], q[0, :, 0]], dim=-1)
+    torch.testing.assert_close(queries[0, :, 3:], turned)
+    torch.testing.assert_close(queries[2, :, 3:], q[2])
+    latents = F.rms_norm(compressed[:, :4], (4,), weight, 0.1)
+    torch.testing.assert_close(kv.values[1, 1, 0], latents[0])
+    torch.testing.assert_close(kv.values[0, 0, 0], latents[1])
+    key = torch.stack([-compressed[0, 5], compressed[0, 4]])
+    torch.testing.assert_close(pages[1, 1, 0, 4:], key)
+    assert not pages[1, 0].any() and not pages[0, 1].any()
+
+
 def test_fp8_store_clamps_and_scales() -> None:
     qkv = torch.tensor([[0.0, 0.0, 3.0, -4000.0, 1.0, 2.0]])
     caches = torch.zeros(2, 1, 1, 1, 2).to(torch.float8_e4m3fn)

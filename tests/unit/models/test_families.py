@@ -14,10 +14,19 @@ from minisgl_backend.errors import ConfigError
 from minisgl_backend.experts_spec import ExpertsSpec, RoutingRule, SharedExpert
 from minisgl_backend.gates import ClampedGate
 from minisgl_backend.models.catalog import ARCHITECTURES, parse_spec
-from minisgl_backend.models.spec import DeltaSpec, LayerInputs, MambaSpec, MoeSpec, QueryGrowth
+from minisgl_backend.models.spec import (
+    DeltaSpec,
+    LatentSpec,
+    LayerInputs,
+    MambaSpec,
+    MoeSpec,
+    QueryGrowth,
+)
 from minisgl_bench.dummy_model import SHAPES
 from tests.unit.models.config_jsons import (
     BAMBA_9B,
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
     DOTS_LLM1,
     ERNIE_4_5_0_3B,
     ERNIE_4_5_21B_A3B,
@@ -29,6 +38,7 @@ from tests.unit.models.config_jsons import (
     GEMMA_4_31B,
     GEMMA_4_E2B,
     GLM_4_5_AIR,
+    GLM_4_7_FLASH,
     GLM_4_9B_0414,
     GPT_OSS_20B,
     GRANITE_3_1_3B_A800M,
@@ -51,6 +61,7 @@ from tests.unit.models.config_jsons import (
     MINISTRAL_8B,
     MISTRAL_7B,
     MISTRAL_SMALL_3_1,
+    MISTRAL_SMALL_4,
     MIXTRAL_8X7B,
     NEMOTRON_3_NANO_30B_A3B,
     NEMOTRON_NANO_9B_V2,
@@ -70,6 +81,7 @@ from tests.unit.models.config_jsons import (
     SMOLLM_3B,
     SOLAR_OPEN_100B,
     TRINITY_NANO,
+    YOUTU_LLM_2B,
 )
 
 
@@ -578,6 +590,136 @@ def test_router_and_first_layer_of_glm() -> None:
     assert spec.rope.rotated == 0.5 and spec.names.left_out == ("model.layers.46.",)
     assert 104 < spec.num_parameters / 1e9 < 108
     assert parse_spec({**GLM_4_5_AIR, "use_qk_norm": True}).qk_norm == "head"
+
+
+def test_latents_of_glm() -> None:
+    spec = parse_spec(GLM_4_7_FLASH)
+    assert spec.latent == LatentSpec(
+        latent_dim=512, rope_dim=64, nope_dim=192, value_dim=256, query_rank=768
+    )
+    assert (spec.num_kv_heads, spec.head_dim, spec.rotary_head_dim(0)) == (1, 576, 64)
+    assert spec.attention_scale == 256**-0.5 and spec.rope.interleaved
+    assert 29.5 < spec.num_parameters / 1e9 < 30.5
+    assert spec.names.left_out == ("model.layers.47.",)
+    assert spec.moe is not None and spec.moe.layers == frozenset(range(1, 47))
+    assert spec.moe.experts.shared == SharedExpert(name="shared_experts", intermediate_size=1536)
+    shape = spec.attention_shape(4)
+    assert (shape.num_heads, shape.num_kv_heads, shape.latent_dim) == (5, 1, 512)
+    # all layers of one position, on every rank
+    assert shape.numbers_per_position(window_pages=False) == 47 * 576
+    with pytest.raises(ConfigError, match="20 attention heads and 1 key-value heads cannot be spl"):
+        spec.attention_shape(8)
+
+
+def test_router_and_latents_of_deepseek() -> None:
+    spec = parse_spec(DEEPSEEK_V3)
+    rule = RoutingRule(
+        num_experts=256,
+        top_k=8,
+        normalize=True,
+        sigmoid=True,
+        corrected=True,
+        scale=2.5,
+        num_groups=8,
+        top_groups=4,
+    )
+    assert spec.moe is not None and spec.moe.experts.routing == rule
+    assert spec.moe.layers == frozenset(range(3, 61))
+    assert 670 < spec.num_parameters / 1e9 < 672
+    stretched = 0.1 * math.log(40) + 1
+    assert spec.attention_scale == pytest.approx(192**-0.5 * stretched**2)
+    assert (spec.rope.attention_factor, spec.context) == (1.0, 163_840)
+    whole = parse_spec({**DEEPSEEK_V3, "q_lora_rank": None, "rope_interleave": False})
+    assert whole.latent is not None and whole.latent.query_rank is None
+    assert not whole.rope.interleaved
+    assert parse_spec({**DEEPSEEK_V3, "first_k_dense_replace": 61}).moe is None
+    for wrong, message in (
+        ({"attention_bias": True}, "attention_bias True is not supported, only False"),
+        ({"num_key_value_heads": 8}, "num_key_value_heads 8 is not supported, only 128"),
+        ({"scoring_func": "softmax"}, "scoring_func 'softmax' is not supported, only 'sigmoid'"),
+        ({"topk_method": "greedy"}, "topk_method 'greedy' is not supported, only 'noaux_tc'"),
+        ({"moe_layer_freq": 2}, "moe_layer_freq 2 is not supported, only 1"),
+        ({"qk_rope_head_dim": 63}, "rotary embedding needs an even head_dim, got 63"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            parse_spec({**DEEPSEEK_V3, **wrong})
+    with pytest.raises(ConfigError, match="DeepseekV32ForCausalLM is not supported"):
+        parse_spec({**DEEPSEEK_V3, "architectures": ["DeepseekV32ForCausalLM"], "auto_map": None})
+
+
+def kimi_k25(spelled: str) -> dict[str, Any]:
+    """A config.json of Kimi K2.5, whose architecture is ``spelled`` so."""
+    left_out = ("architectures", "quantization_config", "num_nextn_predict_layers")
+    text = {key: value for key, value in DEEPSEEK_V3.items() if key not in left_out}
+    return {
+        "architectures": [f"{spelled}ForConditionalGeneration"],
+        "model_type": "kimi_k25",
+        "text_config": {**text, "model_type": "kimi_k2", "n_group": 1, "topk_group": 1},
+    }
+
+
+@pytest.mark.parametrize("spelled", ["KimiK25", "Kimi_K25"])
+def test_the_text_part_of_kimi(spelled: str) -> None:
+    spec = parse_spec(kimi_k25(spelled))
+    assert spec.architecture == f"{spelled}ForConditionalGeneration" and spec.names.multimodal
+    assert spec.latent is not None and spec.moe is not None
+    held = dict(spec.names.weights("language_model.model.layers.0.mlp.up_proj.weight", (2, 2)))
+    assert list(held) == ["model.layers.0.mlp.up_proj.weight"]
+    assert not list(spec.names.weights("mm_projector.proj.0.weight", (2, 2)))
+    other = kimi_k25(spelled)
+    other["text_config"]["model_type"] = "kimi_linear"
+    with pytest.raises(ConfigError, match="model_type must be one of deepseek_v3, kimi_k2, got 'k"):
+        parse_spec(other)
+
+
+def test_latents_of_mistral_small_4() -> None:
+    spec = parse_spec(MISTRAL_SMALL_4)
+    assert spec.latent is not None and spec.latent.key_dim == 256 + 64
+    assert (spec.rope.rotated, spec.rotary_head_dim(0)) == (1.0, 64)
+    assert spec.query_growth == QueryGrowth(factor=0.1, period=8192)
+    rule = RoutingRule(num_experts=128, top_k=4, normalize=True)
+    assert spec.moe is not None and spec.moe.experts.routing == rule and not rule.wide
+    assert 118 < spec.num_parameters / 1e9 < 120
+    assert spec == parse_spec({**MISTRAL_SMALL_4, "rope_parameters": None})
+    rope = {**MISTRAL_SMALL_4["rope_parameters"], "partial_rotary_factor": 0.25}
+    with pytest.raises(ConfigError, match=r"partial_rotary_factor 0\.25 is not supported, only 0"):
+        parse_spec({**MISTRAL_SMALL_4, "rope_parameters": rope})
+
+
+def test_latents_of_youtu() -> None:
+    spec = parse_spec(YOUTU_LLM_2B)
+    assert spec.latent is not None and spec.latent.query_rank == 1536
+    assert spec.moe is None and spec.tie_embeddings
+    assert 1.9 < spec.num_parameters / 1e9 < 2.1
+
+
+def test_router_of_deepseek_v2() -> None:
+    spec = parse_spec(DEEPSEEK_V2)
+    rule = RoutingRule(
+        num_experts=160,
+        top_k=6,
+        normalize=False,
+        scale=16.0,
+        num_groups=8,
+        top_groups=3,
+        best_of_group=1,
+        in_float32=True,
+    )
+    shared = SharedExpert(name="shared_experts", intermediate_size=3072)
+    experts = ExpertsSpec(routing=rule, intermediate_size=1536, shared=shared)
+    assert spec.moe == MoeSpec(experts=experts, layers=frozenset(range(1, 60)))
+    assert 235 < spec.num_parameters / 1e9 < 237
+    greedy = parse_spec({**DEEPSEEK_V2, "topk_method": "greedy"}).moe
+    assert greedy is not None
+    assert greedy.experts.routing == replace(rule, num_groups=1, top_groups=1)
+    for wrong, message in (
+        ({"topk_method": "noaux_tc"}, "topk_method must be one of greedy, group_limited_greedy"),
+        ({"norm_topk_prob": True}, "norm_topk_prob True is not supported, only False"),
+        ({"n_group": None}, "n_group is missing"),
+        ({"rope_interleave": False}, "rope_interleave False is not supported, only True"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            parse_spec({**DEEPSEEK_V2, **wrong})
 
 
 def test_router_and_windows_of_dots() -> None:
@@ -1206,6 +1348,8 @@ def test_every_architecture_is_tested() -> None:
         *(K_EXAONE, {**K_EXAONE, "architectures": ["ExaoneMoeForCausalLM"]}),
         *(HYPERCLOVA_X_SEED_THINK_14B, INTERNLM3_8B, IQUEST_CODER_40B, NEMOTRON_NANO_9B_V2),
         *(GRANITE_4_H_TINY, BAMBA_9B, FALCON_H1_0_5B),
+        *(DEEPSEEK_V2, DEEPSEEK_V3, GLM_4_7_FLASH, YOUTU_LLM_2B, MISTRAL_SMALL_4),
+        *(kimi_k25("KimiK25"), kimi_k25("Kimi_K25")),
     )
     found = {parse_spec(config).architecture for config in configs}
     hybrid = {name for name in ARCHITECTURES if name.startswith(("Qwen3_5", "Qwen3Next"))}

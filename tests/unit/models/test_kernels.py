@@ -19,8 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minisgl_backend.attention.base import Chunks, DecodeRows
+from minisgl_backend.attention.latent_kernels import LatentDecode, LatentPrefill
 from minisgl_backend.attention.own_kernels import TritonDecode, TritonPrefill
 from minisgl_backend.execution.states import StateStorage
+from minisgl_backend.execution.storage import KVStorage
 from minisgl_backend.experts_spec import RoutingRule
 from minisgl_backend.gates import ClampedGate, Gate
 from minisgl_backend.kernels import float8_rows, linear_cut, small_batch, wide_linear
@@ -85,6 +87,7 @@ from tests.conformance.checkpoints import (
     write_broad_experts_checkpoint,
     write_broad_gemma_checkpoint,
     write_broad_hybrid_checkpoint,
+    write_broad_latents_checkpoint,
     write_broad_olmoe_checkpoint,
     write_checkpoint,
 )
@@ -127,8 +130,10 @@ def load(
 
 def pages_of(model: Decoder) -> list[PagedKV]:
     shape = model.spec.attention_shape(model.group.size)
-    dims = (NUM_PAGES, PAGE_SIZE, shape.num_kv_heads, shape.head_dim)
-    return [PagedKV(keys=torch.zeros(dims), values=torch.zeros(dims)) for _ in shape.windows]
+    pages = NUM_PAGES - 1  # and the dummy page
+    return KVStorage(
+        shape, num_pages=pages, page_size=PAGE_SIZE, dtype=torch.float32, device=CPU
+    ).layers
 
 
 @pytest.mark.parametrize(
@@ -145,7 +150,8 @@ def pages_of(model: Decoder) -> list[PagedKV]:
     + [(case, True) for case in ("exaone-moe-groups", "hy-v3", "hyperclova", "mellum")]
     + [(case, True) for case in ("granite-shared", "granite-swa", "granite-moe-swa-shared")]
     + [("afmoe", True), ("nemotron-h", True), ("nemotron-h-experts", True)]
-    + [("granite-hybrid", True), ("granite-hybrid-dense", True)],
+    + [("granite-hybrid", True), ("granite-hybrid-dense", True)]
+    + [(case, True) for case in ("deepseek-v2-lite", "glm4-moe-lite", "broad-latents")],
 )
 @pytest.mark.parametrize("length", [5, 40])
 def test_a_prompt_then_a_token(case: str, length: int, fused: bool, tmp_path: Path) -> None:
@@ -159,7 +165,7 @@ def test_a_prompt_then_a_token(case: str, length: int, fused: bool, tmp_path: Pa
 
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("case", ["llama-biases", "qwen3", "qwen3-moe", "broad"])
+@pytest.mark.parametrize("case", ["llama-biases", "qwen3", "qwen3-moe", "broad", "deepseek-v3"])
 def test_a_prompt_then_a_token_on_several_ranks(
     case: str, size: int, fused: bool, tmp_path: Path
 ) -> None:
@@ -375,6 +381,56 @@ def test_a_prompt_then_a_token_on_tensor_cores(
         check_prompt_then_token(model, *prompt)
 
     on_ranks(size, check)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("length", [5, 40])
+@pytest.mark.parametrize("packed", [False, True])
+def test_projections_of_latents_on_tensor_cores(
+    packed: bool, length: int, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The projection to latents, that to queries and that of the output: each takes them
+    separately, if packed with the weight between them in plain numbers."""
+    made: list[tuple[tuple[int, ...], bool]] = []
+
+    class Cores(TwinCores):
+        def __init__(self, device: torch.device, most_tokens: int) -> None:
+            assert device == CPU and most_tokens >= self.most_tokens
+
+        def linear(self, shape: Sequence[int], **of: Any) -> Any:
+            made.append((tuple(shape), of["codes"] is not None))
+            return super().linear(shape, **of)
+
+    make: Any = TwinExperts()
+    twins = SimpleNamespace(HopperExperts=lambda device: make, TensorCores=Cores)
+    monkeypatch.setattr(kernel_choice, "has_hopper_kernels", lambda device, dtype: True)
+    monkeypatch.setattr(kernel_choice, "importlib", SimpleNamespace(import_module=lambda _: twins))
+    monkeypatch.setattr(float8_rows, "float8_rows_reference", exact_rows)
+    monkeypatch.setattr(linear_cut, "_LEAST_ALONE", 256 * 256)
+    theirs = write_broad_latents_checkpoint(tmp_path)
+    spec = load_spec(tmp_path)
+    if packed:
+        form = CONVERTED_FP8
+        names = re.compile(r".*attn\.(q_b|o)_proj")
+        for name, weight in theirs.named_parameters():
+            if names.fullmatch(name.removesuffix(".weight")):
+                found = quantize(weight.data, form.encoding, (128, 128), symmetric=True)
+                weight.data.copy_(dequantized(found, torch.float32))
+        spec = replace(spec, weights=WeightFormats("test", (Rule(names, form),)))
+    prompt = a_prompt(theirs, length)
+
+    def check(group: Group) -> None:
+        model = load(tmp_path, group, fused=True, spec=spec)
+        use_tensor_cores(model, CPU)
+        check_prompt_then_token(model, *prompt)
+
+    on_ranks(size, check)
+    of_attention = [
+        ((448, 512), False),
+        ((1024 // size, 256), packed),
+        ((512, 512 // size), packed),
+    ]
+    assert set(made) >= set(of_attention)
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -848,6 +904,8 @@ def write(case: str, folder: Path) -> Any:
         return write_broad_experts_checkpoint(folder)
     if case == "broad-afmoe":
         return write_broad_afmoe_checkpoint(folder)
+    if case == "broad-latents":
+        return write_broad_latents_checkpoint(folder)
     if case == "broad-olmoe":
         return write_broad_olmoe_checkpoint(folder)
     if case != "broad":
@@ -899,7 +957,8 @@ def check_prompt_then_token(
         runs = Runs.of([Run(0, length, 1, position=0)], torch.from_numpy)
         run = RecurrentRows(torch.empty(0, dtype=torch.int64), runs)
     with torch.inference_mode():
-        prefill = TritonPrefill(shape)
+        has_latents = shape.latent_dim is not None
+        prefill = LatentPrefill(shape) if has_latents else TritonPrefill(shape)
         attend_chunks = prefill.plan_chunks(
             Chunks(
                 rows=torch.tensor([1], dtype=torch.int32),
@@ -916,14 +975,15 @@ def check_prompt_then_token(
         slots = table[1, positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
 
         def of_chunk(q: Tensor, layer_kv: PagedKV, layer: int) -> Tensor:
-            out = torch.empty(q.shape, dtype=q.dtype)
+            out = q.new_empty(*q.shape[:2], layer_kv.values.shape[-1])
             attend_chunks(out, q, layer_kv, layer)
             return out
 
         hidden = ours(ids[:-1], positions, slots, of_chunk, run, of_slot(length, slot))
         torch.testing.assert_close(ours.logits(hidden), expected[:-1], atol=2e-3, rtol=2e-3)
 
-        decode = TritonDecode(shape, max_batch_size=1, device=CPU)
+        make = LatentDecode if has_latents else TritonDecode
+        decode = make(shape, max_batch_size=1, device=CPU)
         attend_rows = decode.plan_rows(
             DecodeRows(
                 rows=torch.tensor([1], dtype=torch.int32),
@@ -935,7 +995,7 @@ def check_prompt_then_token(
         place = table[1, last // PAGE_SIZE] * PAGE_SIZE + last % PAGE_SIZE
 
         def of_row(q: Tensor, layer_kv: PagedKV, layer: int) -> Tensor:
-            out = torch.empty(q.shape, dtype=q.dtype)
+            out = q.new_empty(*q.shape[:2], layer_kv.values.shape[-1])
             attend_rows(out, q, layer_kv, layer)
             return out
 

@@ -1,0 +1,159 @@
+"""DeepSeek-V2 and V3 and models made like them, with multi-head latent attention: Kimi K2 and K2.5,
+Moonlight, GLM-4.7-Flash and Youtu-LLM."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Final
+
+from minisgl_backend.experts_spec import ExpertsSpec, RoutingRule, SharedExpert
+from minisgl_backend.models.config_json import ConfigReader
+from minisgl_backend.models.families.deepseek_experts import deepseek_experts, drafting_layers
+from minisgl_backend.models.families.fields import (
+    check_always,
+    layers_with_experts,
+    text_config,
+    text_part,
+)
+from minisgl_backend.models.families.latents import latent_fields
+from minisgl_backend.models.spec import MOST_EXPERTS, MOST_WIDTH, ModelSpec, MoeSpec
+from minisgl_backend.models.tensor_names import TensorNames
+
+_OF_V3: Final[Mapping[str, object]] = MappingProxyType(
+    {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
+)
+"""What is always so, though config.json has a key for it."""
+_OF_V2: Final[Mapping[str, object]] = MappingProxyType(
+    {"scoring_func": "softmax", "norm_topk_prob": False, "moe_layer_freq": 1, "mlp_bias": False}
+    | {"rope_interleave": True}
+)
+"""The same."""
+_OF_KIMI: Final = ("KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration")
+_BLOCKS_OF_KIMI: Final = (
+    ("language_model.model.blocks.", "model.layers."),
+    ("model.language_model.blocks.", "model.layers."),
+)
+
+
+def read_deepseek_v3(config: ConfigReader) -> ModelSpec:
+    """``DeepseekV3ForCausalLM``: DeepSeek-V3, V3.1 and R1, Kimi-K2, Moonlight. All but the first
+    layers have experts by a router of corrected sigmoids, in groups."""
+    check_always(config, _OF_V3)
+    config = config.with_defaults(
+        max_position_embeddings=4096,
+        moe_intermediate_size=2048,
+        n_group=8,
+        n_routed_experts=256,
+        q_lora_rank=1536,
+        qk_nope_head_dim=128,
+        routed_scaling_factor=2.5,
+        topk_group=4,
+        v_head_dim=128,
+    )
+    fields = latent_fields(config)
+    num_layers = fields["num_layers"]
+    moe = deepseek_experts(config, num_layers, first=3)
+    return ModelSpec(
+        architecture="DeepseekV3ForCausalLM",
+        moe=moe if moe.layers else None,
+        names=TensorNames(left_out=drafting_layers(config, num_layers)),
+        **fields,
+    )
+
+
+def read_kimi_k25(config: ConfigReader) -> ModelSpec:
+    """``KimiK25ForConditionalGeneration``, in transformers ``Kimi_K25ForConditionalGeneration``:
+    the text part of Kimi K2.5 and K2.6, which is Kimi-K2. transformers calls its layers blocks when
+    it saves them."""
+    text = text_config(config, tied=True)
+    kind, kinds = text.word("model_type", "deepseek_v3"), ("deepseek_v3", "kimi_k2")
+    if kind not in kinds:
+        raise text.error("model_type", "one of " + ", ".join(kinds), kind)
+    spelled = set(config.values.get("architectures", ())) & set(_OF_KIMI)
+    spec = text_part(read_deepseek_v3(text), next(iter(spelled), _OF_KIMI[0]))
+    names = replace(spec.names, renamed=(*_BLOCKS_OF_KIMI, *spec.names.renamed))
+    return replace(spec, names=names)
+
+
+def read_glm4_moe_lite(config: ConfigReader) -> ModelSpec:
+    """``Glm4MoeLiteForCausalLM``, GLM-4.7-Flash: DeepSeek-V3 with experts in all layers but the
+    first."""
+    check_always(config, _OF_V3)
+    config = config.with_defaults(
+        max_position_embeddings=202_752,
+        moe_intermediate_size=1536,
+        n_routed_experts=64,
+        num_experts_per_tok=4,
+        q_lora_rank=768,
+        qk_nope_head_dim=192,
+        rms_norm_eps=1e-5,
+        routed_scaling_factor=1.8,
+        v_head_dim=256,
+    )
+    fields = latent_fields(config)
+    num_layers = fields["num_layers"]
+    layers = layers_with_experts(config, num_layers, dense=1)
+    if "mlp_layer_types" not in config.values:  # transformers does not read the other key
+        check_always(config, {"first_k_dense_replace": 1})
+    moe = replace(deepseek_experts(config, num_layers, first=1), layers=layers)
+    return ModelSpec(
+        architecture="Glm4MoeLiteForCausalLM",
+        moe=moe if layers else None,
+        names=TensorNames(left_out=drafting_layers(config, num_layers)),
+        **fields,
+    )
+
+
+def read_deepseek_v2(config: ConfigReader) -> ModelSpec:
+    """``DeepseekV2ForCausalLM``: DeepSeek-V2, V2-Lite, Coder-V2. Experts are picked by a softmax,
+    perhaps only from the groups with the best experts."""
+    check_always(config, _OF_V2)
+    config = config.with_defaults(
+        max_position_embeddings=2048, q_lora_rank=1536, qk_nope_head_dim=128, v_head_dim=128
+    )
+    fields = latent_fields(config)
+    first = config.integer("first_k_dense_replace", 0, minimum=0)
+    layers = frozenset(range(first, fields["num_layers"]))
+    moe = MoeSpec(experts=_experts_of_v2(config), layers=layers) if layers else None
+    return ModelSpec(architecture="DeepseekV2ForCausalLM", moe=moe, **fields)
+
+
+def _experts_of_v2(config: ConfigReader) -> ExpertsSpec:
+    inner = config.integer("moe_intermediate_size", 1407, maximum=MOST_WIDTH)
+    methods = ("greedy", "group_limited_greedy")
+    method = config.word("topk_method", methods[0])
+    if method not in methods:
+        raise config.error("topk_method", "one of " + ", ".join(methods), method)
+    groups = (1, 1)
+    if method == methods[1]:
+        groups = (
+            config.integer("n_group", maximum=MOST_EXPERTS),
+            config.integer("topk_group", maximum=MOST_EXPERTS),
+        )
+    rule = RoutingRule(
+        num_experts=config.integer("n_routed_experts", 64, maximum=MOST_EXPERTS),
+        top_k=config.integer("num_experts_per_tok"),
+        normalize=False,
+        scale=config.number("routed_scaling_factor", 1.0),
+        num_groups=groups[0],
+        top_groups=groups[1],
+        best_of_group=1,
+        in_float32=True,
+    )
+    num_shared = config.integer("n_shared_experts", 2, maximum=MOST_EXPERTS)
+    shared = SharedExpert(name="shared_experts", intermediate_size=num_shared * inner)
+    return ExpertsSpec(routing=rule, intermediate_size=inner, shared=shared)
+
+
+def read_youtu(config: ConfigReader) -> ModelSpec:
+    """``YoutuForCausalLM``, Youtu-LLM: DeepSeek's attention, and no experts."""
+    config = config.with_defaults(
+        max_position_embeddings=2**17,
+        q_lora_rank=1536,
+        qk_nope_head_dim=128,
+        tie_word_embeddings=True,
+        v_head_dim=128,
+    )
+    return ModelSpec(architecture="YoutuForCausalLM", **latent_fields(config))

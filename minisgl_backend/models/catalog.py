@@ -45,7 +45,13 @@ from minisgl_backend.models.families.gemma import (
     read_gemma4_unified,
     read_gemma4_unified_text,
 )
-from minisgl_backend.models.families.glm import read_glm, read_glm4
+from minisgl_backend.models.families.glm import (
+    read_glm,
+    read_glm4,
+    read_glm4v,
+    read_glm4v_moe,
+    read_glm46v,
+)
 from minisgl_backend.models.families.gpt_oss import read_gpt_oss
 from minisgl_backend.models.families.granite import (
     read_granite,
@@ -227,6 +233,9 @@ ARCHITECTURES: Final[Mapping[str, Callable[[ConfigReader], ModelSpec]]] = Mappin
         "Qwen3VLMoeForConditionalGeneration": read_qwen3_vl_moe,
         "GlmForCausalLM": read_glm,
         "Glm4ForCausalLM": read_glm4,
+        "Glm4vForConditionalGeneration": read_glm4v,
+        "Glm4vMoeForConditionalGeneration": read_glm4v_moe,
+        "Glm46VForConditionalGeneration": read_glm46v,
         "Glm4MoeForCausalLM": read_glm4_moe,
         "Glm4MoeLiteForCausalLM": read_glm4_moe_lite,
         "DeepseekV2ForCausalLM": read_deepseek_v2,

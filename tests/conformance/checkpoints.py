@@ -53,6 +53,12 @@ from transformers import (
     Glm4ForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    Glm4vConfig,
+    Glm4vForConditionalGeneration,
+    Glm4vMoeConfig,
+    Glm4vMoeForConditionalGeneration,
+    Glm46VConfig,
+    Glm46VForConditionalGeneration,
     GlmConfig,
     GlmForCausalLM,
     GptOssConfig,
@@ -647,6 +653,25 @@ def _glm4(**changes: Any) -> PreTrainedModel:
     return Glm4ForCausalLM(Glm4Config(**{**_SHAPE, "head_dim": 32, **changes}))
 
 
+def _glm4v() -> PreTrainedModel:
+    text = _text_of_vl(partial_rotary_factor=0.5, mrope_section=[2, 1, 1])
+    config = Glm4vConfig(text_config=text, vision_config=dict(_SIGHT))
+    return Glm4vForConditionalGeneration(config)
+
+
+def _glm4v_moe() -> PreTrainedModel:
+    rope = _text_of_vl(partial_rotary_factor=0.5, mrope_section=[2, 1, 1])["rope_parameters"]
+    text = _sigmoid_experts(rope_parameters=rope)
+    config = Glm4vMoeConfig(text_config=text, vision_config=dict(_SIGHT))
+    return _corrected(Glm4vMoeForConditionalGeneration(config))
+
+
+def _glm46v() -> PreTrainedModel:
+    text = {"model_type": "glm4v_text", **_text_of_vl(mrope_section=[4, 2, 2])}
+    config = Glm46VConfig(text_config=text, vision_config=dict(_SIGHT), tie_word_embeddings=True)
+    return Glm46VForConditionalGeneration(config)
+
+
 def _glm(**changes: Any) -> PreTrainedModel:
     return GlmForCausalLM(GlmConfig(**{**_SHAPE, "head_dim": 32, **changes}))
 
@@ -1203,6 +1228,9 @@ CASES: Final[Mapping[str, Callable[[], PreTrainedModel]]] = MappingProxyType(
         "kimi-k25": _kimi_k25,
         "kimi-k25-published": lambda: _kimi_k25("KimiK25"),
         "mistral3-latents": lambda: _mistral3(_mistral4_text(model_type="mistral4", head_dim=40)),
+        "glm4v": _glm4v,
+        "glm4v-moe": _glm4v_moe,
+        "glm46v": _glm46v,
     }
 )
 

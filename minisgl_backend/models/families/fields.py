@@ -34,6 +34,23 @@ def text_config(config: ConfigReader, *, tied: bool) -> ConfigReader:
     return ConfigReader(values, text.where)
 
 
+def text_of_vl(config: ConfigReader) -> ConfigReader:
+    """The config of a text part that rotates tokens of images by three positions (mrope), with the
+    usual rotation, which that is for text. It may lie beside the config of the vision part.
+    Embeddings are tied if either level says so."""
+    if "text_config" in config.values:
+        tied = config.part("text_config").flag("tie_word_embeddings")
+        outer = config.with_values(tie_word_embeddings=True) if tied else config
+        config = text_config(outer, tied=False)
+    for key in ("rope_scaling", "rope_parameters"):
+        if table := config.table(key):
+            kinds = {
+                kind: "default" for kind in ("type", "rope_type") if table.get(kind) == "mrope"
+            }
+            config = config.with_values(**{key: {**table, **kinds}})
+    return config
+
+
 def text_part(spec: ModelSpec, architecture: str) -> ModelSpec:
     """The same model as a part of a larger one, with the names that its tensors have there."""
     renamed = tuple(dict.fromkeys((*MULTIMODAL.renamed, *spec.names.renamed)))

@@ -21,7 +21,7 @@ from minisgl_backend.models.families.fields import (
     read_routing,
     set_kinds,
     sparse_layers,
-    text_config,
+    text_of_vl,
     text_part,
     windows_by_kind,
 )
@@ -135,7 +135,7 @@ def read_qwen2_5_vl(config: ConfigReader) -> ModelSpec:
 def read_qwen3_vl(config: ConfigReader) -> ModelSpec:
     """``Qwen3VLForConditionalGeneration``, the text part: Qwen3 without windows."""
     defaults = {"rope_theta": 5e5, "num_key_value_heads": 32, "max_position_embeddings": 128_000}
-    text = _text_of_vl(config).with_defaults(**defaults)
+    text = text_of_vl(config).with_defaults(**defaults)
     spec = read_qwen3(text.with_values(use_sliding_window=False))
     return text_part(spec, "Qwen3VLForConditionalGeneration")
 
@@ -144,7 +144,7 @@ def read_qwen3_vl_moe(config: ConfigReader) -> ModelSpec:
     """``Qwen3VLMoeForConditionalGeneration``, the text part: Qwen3 with experts, whose weights
     always sum to 1, and without windows. In the publisher's files inputs come before outputs of
     experts, in those of transformers behind them."""
-    text = _text_of_vl(config).with_defaults(
+    text = text_of_vl(config).with_defaults(
         rope_theta=5e5,
         num_key_value_heads=16,
         max_position_embeddings=128_000,
@@ -159,26 +159,10 @@ def read_qwen3_vl_moe(config: ConfigReader) -> ModelSpec:
 
 
 def _of_qwen2_vl(config: ConfigReader) -> ModelSpec:
-    text = _text_of_vl(config).with_defaults(
+    text = text_of_vl(config).with_defaults(
         rope_theta=1e6, rms_norm_eps=1e-5, num_key_value_heads=8, max_window_layers=80
     )
     return read_qwen2(text)
-
-
-def _text_of_vl(config: ConfigReader) -> ConfigReader:
-    """The config of the text part, which may lie beside that of the vision part, with the usual
-    rotation. Embeddings are tied if either level says so."""
-    if "text_config" in config.values:
-        tied = config.part("text_config").flag("tie_word_embeddings")
-        outer = config.with_values(tie_word_embeddings=True) if tied else config
-        config = text_config(outer, tied=False)
-    for key in ("rope_scaling", "rope_parameters"):
-        if table := config.table(key):
-            kinds = {
-                kind: "default" for kind in ("type", "rope_type") if table.get(kind) == "mrope"
-            }
-            config = config.with_values(**{key: {**table, **kinds}})
-    return config
 
 
 def _qwen(config: ConfigReader) -> ConfigReader:

@@ -633,6 +633,43 @@ GLM_4_9B_0414: Final[dict[str, Any]] = {
     "torch_dtype": "bfloat16",
     "vocab_size": 151552,
 }
+GLM_4_1V_9B: Final[dict[str, Any]] = {
+    "architectures": ["Glm4vForConditionalGeneration"],
+    "model_type": "glm4v",
+    "text_config": {
+        "model_type": "glm4v_text",
+        "attention_bias": True,
+        "eos_token_id": [151329, 151336, 151338, 151348],
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 13696,
+        "max_position_embeddings": 65536,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 2,
+        "partial_rotary_factor": 0.5,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {"type": "default", "mrope_section": [8, 12, 12]},
+        "rope_theta": 10000.0,
+        "torch_dtype": "bfloat16",
+        "vocab_size": 151552,
+    },
+    "tie_word_embeddings": False,
+    "vision_config": {"depth": 24, "hidden_size": 1536, "model_type": "glm4v"},
+}
+GLM_4_5V: Final[dict[str, Any]] = {
+    "architectures": ["Glm4vMoeForConditionalGeneration"],
+    "model_type": "glm4v_moe",
+    "text_config": {
+        **{key: value for key, value in GLM_4_5_AIR.items() if key != "architectures"},
+        "model_type": "glm4v_moe_text",
+        "max_position_embeddings": 65536,
+        "rope_scaling": {"rope_type": "default", "mrope_section": [8, 12, 12]},
+        "vocab_size": 151552,
+    },
+    "tie_word_embeddings": False,
+    "vision_config": {"depth": 24, "hidden_size": 1536, "model_type": "glm4v_moe"},
+}
 ERNIE_4_5_0_3B: Final[dict[str, Any]] = {
     "architectures": ["Ernie4_5ForCausalLM"],
     "eos_token_id": 2,

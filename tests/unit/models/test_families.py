@@ -37,7 +37,9 @@ from tests.unit.models.config_jsons import (
     GEMMA_3_4B,
     GEMMA_4_31B,
     GEMMA_4_E2B,
+    GLM_4_1V_9B,
     GLM_4_5_AIR,
+    GLM_4_5V,
     GLM_4_7_FLASH,
     GLM_4_9B_0414,
     GPT_OSS_20B,
@@ -768,6 +770,31 @@ def test_biases_of_seed_oss() -> None:
     assert (changed.qkv_bias, changed.output_bias) == (False, True)
 
 
+def test_text_parts_of_glms_that_see() -> None:
+    spec = parse_spec(GLM_4_1V_9B)
+    assert spec.norms == "around" and spec.qkv_bias and spec.names.multimodal
+    assert (spec.rope.rotated, spec.rope.interleaved, spec.norm_eps) == (0.5, True, 1e-5)
+    assert 9.3 < spec.num_parameters / 1e9 < 9.5
+    text = GLM_4_1V_9B["text_config"]
+    with pytest.raises(ConfigError, match="attention_bias False is not supported, only True"):
+        parse_spec({**GLM_4_1V_9B, "text_config": {**text, "attention_bias": False}})
+    whole = {key: value for key, value in text.items() if key != "partial_rotary_factor"}
+    assert parse_spec({**GLM_4_1V_9B, "text_config": whole}).rope.rotated == 1.0
+
+    moe = parse_spec(GLM_4_5V)
+    assert moe.moe == parse_spec(GLM_4_5_AIR).moe and not moe.rope.interleaved and moe.qkv_bias
+    text = {**GLM_4_5V["text_config"], "use_qk_norm": True}
+    with pytest.raises(ConfigError, match="use_qk_norm True is not supported, only False"):
+        parse_spec({**GLM_4_5V, "text_config": text})
+
+    for config, known in ((GLM_4_1V_9B, spec), (GLM_4_5V, moe)):
+        newer = {**config, "architectures": ["Glm46VForConditionalGeneration"]}
+        assert parse_spec(newer) == replace(known, architecture="Glm46VForConditionalGeneration")
+    newer["text_config"] = {**text, "model_type": "glm5v_text"}
+    with pytest.raises(ConfigError, match="model_type must be glm4v_text or glm4v_moe_text"):
+        parse_spec(newer)
+
+
 def test_text_parts_of_qwens_that_see() -> None:
     spec = parse_spec(QWEN_2_5_VL_7B)
     assert spec.qkv_bias and not spec.tie_embeddings and spec.eos_token_ids == {151645}
@@ -1349,7 +1376,8 @@ def test_every_architecture_is_tested() -> None:
         *(HYPERCLOVA_X_SEED_THINK_14B, INTERNLM3_8B, IQUEST_CODER_40B, NEMOTRON_NANO_9B_V2),
         *(GRANITE_4_H_TINY, BAMBA_9B, FALCON_H1_0_5B),
         *(DEEPSEEK_V2, DEEPSEEK_V3, GLM_4_7_FLASH, YOUTU_LLM_2B, MISTRAL_SMALL_4),
-        *(kimi_k25("KimiK25"), kimi_k25("Kimi_K25")),
+        *(kimi_k25("KimiK25"), kimi_k25("Kimi_K25"), GLM_4_1V_9B, GLM_4_5V),
+        {**GLM_4_5V, "architectures": ["Glm46VForConditionalGeneration"]},
     )
     found = {parse_spec(config).architecture for config in configs}
     hybrid = {name for name in ARCHITECTURES if name.startswith(("Qwen3_5", "Qwen3Next"))}

@@ -49,6 +49,8 @@ def checked_spec(options: EngineOptions, folder: Path, device: str | None) -> Mo
             )
         spec = replace(spec, weights=CONVERT_TO_FP8)
     spec.attention_shape(options.tensor_parallel_size)
+    if spec.recurrent is not None:
+        spec.recurrent.of_rank(options.tensor_parallel_size)
     if options.enable_lora and spec.latent is not None:
         raise ConfigError(
             f"option enable_lora: adapters are not supported for latent attention, which "
@@ -159,7 +161,8 @@ def _check_memory(options: EngineOptions, spec: ModelSpec) -> None:
     num_ranks = options.tensor_parallel_size * replicas // num_nodes
     item_bytes = _ITEM_BYTES[options.dtype or default_dtype(spec.dtype, spec.num_parameters)]
     page_size, num_pages = options.page_size, options.num_pages or 1
-    shape = spec.attention_shape().for_context(context)
+    # what each rank holds: several may hold the same KV head, and all hold latents
+    shape = spec.attention_shape(options.tensor_parallel_size).for_context(context)
     of_position = shape.numbers_per_position(window_pages=False)
     if not of_position:  # all layers have windows: there are as many window pages
         of_position = shape.numbers_per_position(window_pages=True)
@@ -178,7 +181,7 @@ def _check_memory(options: EngineOptions, spec: ModelSpec) -> None:
             replicas * spec.num_parameters * item_bytes // num_nodes
         ),
         f"num_pages={num_pages} of {page_size} positions": (
-            replicas * num_pages * page_size * kv_bytes // num_nodes
+            num_ranks * num_pages * page_size * kv_bytes
         ),
         f"state_snapshots={num_snapshots}, of recurrent states": (
             replicas * num_snapshots * state_bytes // num_nodes

@@ -120,7 +120,7 @@ class WeightFormats:
         return f"{', '.join(map(str, formats))} ({self.method})"
 
 
-_STAY_PLAIN: Final = r"gate|router|router\.proj|shared_expert_gate|in_proj_ba|in_proj_[ab]"
+_STAY_PLAIN: Final = r"gate|router|router\.proj|shared_expert_gate|linear_attn\.in_proj_(?:ba|[ab])"
 CONVERT_TO_FP8: Final = WeightFormats(
     "converted while loading",
     (Rule(re.compile(rf"model\.layers\.(?!.*\.(?:{_STAY_PLAIN})$).*"), CONVERTED_FP8),),

@@ -32,7 +32,7 @@ from minisgl_backend.models.tensor_names import StoredAs
 from minisgl_backend.models.weights import fill_random, load_weights
 from minisgl_backend.parallel.group import Group
 from minisgl_backend.progress import Progress, unseen
-from minisgl_backend.weight_format import Layout, WeightFormat, WeightFormats
+from minisgl_backend.weight_format import CONVERT_TO_FP8, Layout, WeightFormat, WeightFormats
 
 logger = logging.getLogger(__name__)
 
@@ -156,6 +156,8 @@ def _format_of(
     weights = spec.weights
     if weights is None:
         return lambda name: None
+    if weights == CONVERT_TO_FP8:  # no tool wrote its rules: they have only the decoder's names
+        return weights.of
     headers: dict[str, WeightHeader] = {}
     if load_format == "auto":
         for held in weight_files(folder, spec.names).values():

@@ -391,7 +391,8 @@ class ModelSpec:
                     "key-value heads"
                 )
             if rotary_head_dim % 2:
-                raise ConfigError(f"rotary embedding needs an even head_dim, got {rotary_head_dim}")
+                what = "head_dim" if self.latent is None else "qk_rope_head_dim"
+                raise ConfigError(f"rotary embedding needs an even {what}, got {rotary_head_dim}")
             if rope is not None:
                 rope.check(rotary_head_dim)
         if self.context > MOST_POSITIONS:

@@ -117,9 +117,9 @@ class TensorNames:
     ``by_head``, each with its number of heads, hold the outputs of all projections for the first
     head, then those for the next. A checkpoint of only the layers, as of embedding models, leaves
     out the first part of all names, ``model.``. If the checkpoint is ``multimodal``, the tensors
-    for images and audio are left out. Tensors whose names begin with one of ``left_out`` are always
-    left out. Those whose names for the decoder end with one of ``one_row`` are matrices of one row,
-    which is the weight.
+    for images and audio are left out. Tensors whose names, in the file or for the decoder, begin
+    with one of ``left_out`` are always left out. Those whose names for the decoder end with one of
+    ``one_row`` are matrices of one row, which is the weight.
     With ``keeps_stacks`` a tensor of all experts is one weight, not several of one expert each.
     With ``transposed_stacks`` inputs come before outputs in such tensors, which are plain. With
     ``order_by_hidden_size`` files may have either order: it is the usual one unless the tensor, or
@@ -160,6 +160,8 @@ class TensorNames:
                 own = own.replace(theirs, ours, 1)
         if own.startswith(BODY):
             own = f"model.{own}"
+        if own.startswith(self.left_out):
+            return
         stacked = None if self.keeps_stacks else _STACKED.fullmatch(own)
         if stacked is not None and len(shape) == (1 if stacked["scale"] == _OF_INPUTS else 3):
             if not self._is_transposed(stacked, shape):

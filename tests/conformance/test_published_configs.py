@@ -1524,6 +1524,10 @@ LEFT_OUT: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "hy3": ("model.layers.4.eh_proj.weight", "model.layers.4.enorm.weight"),
         "mellum-2-12b": ("mtp.layers.0.mlp.gate.weight",),
         "glm-4.5-air": ("model.layers.4.eh_proj.weight", "model.layers.4.shared_head.head.weight"),
+        "glm-4.5v-106b-a12b": (
+            "model.language_model.layers.4.eh_proj.weight",
+            "model.language_model.layers.4.shared_head.norm.weight",
+        ),
         "glm-4.7-flash": ("model.layers.4.eh_proj.weight", "model.layers.4.enorm.weight"),
         "deepseek-v3": ("model.layers.4.eh_proj.weight", "model.layers.4.shared_head.norm.weight"),
         "minimax-m2": ("model.layers.4.mtp_proj.weight", "model.layers.6.final_layernorm.weight"),

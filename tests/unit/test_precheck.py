@@ -292,6 +292,23 @@ def test_the_memory_of_adapters_is_that_of_their_slots(name: str) -> None:
     assert num_adapted(spec) == sum(ins + outs for _, outs, ins in adapted_shapes(spec))
 
 
+def test_every_rank_holds_all_latents(folder: Path) -> None:
+    config = {**SHAPES["deepseek-v2-lite"], "vocab_size": 2048, "num_hidden_layers": 2}
+    (folder / "config.json").write_text(json.dumps(config))
+    options = EngineOptions(load_format="dummy", dtype="bfloat16", num_pages=10**9)
+    for num_ranks in (1, 2):
+        num_bytes = num_ranks * 10**9 * 16 * 2 * 576 * 2
+        with pytest.raises(ConfigError, match=rf"^num_pages=1000000000 of .* {num_bytes:,} bytes"):
+            checked_spec(replace(options, tensor_parallel_size=num_ranks), folder, "cpu")
+
+
+def test_heads_of_mamba_must_split(folder: Path) -> None:
+    config = {**SHAPES["nemotron-nano-9b"], "vocab_size": 2048, "num_attention_heads": 48}
+    (folder / "config.json").write_text(json.dumps({**config, "num_key_value_heads": 6}))
+    with pytest.raises(ConfigError, match="128 heads of Mamba in 8 groups cannot be split evenly"):
+        checked_spec(EngineOptions(load_format="dummy", tensor_parallel_size=3), folder, "cpu")
+
+
 def test_latents_take_no_adapters(folder: Path) -> None:
     config = {**SHAPES["deepseek-v2-lite"], "vocab_size": 2048, "num_hidden_layers": 2}
     (folder / "config.json").write_text(json.dumps(config))

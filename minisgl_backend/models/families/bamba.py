@@ -28,10 +28,10 @@ def read_bamba(config: ConfigReader) -> ModelSpec:
         num_hidden_layers=32,
         num_key_value_heads=8,
         max_position_embeddings=2**18,
-        partial_rotary_factor=0.5,
         rms_norm_eps=1e-5,
         vocab_size=128_000,
     )
+    config = config.with_values(partial_rotary_factor=0.5)  # as transformers, whatever it was
     fields = common_fields(config, partial=True)
     attending = config.integers("attn_layer_indices")
     layers = frozenset(range(fields["num_layers"])) - frozenset(attending)

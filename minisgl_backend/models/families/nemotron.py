@@ -47,13 +47,25 @@ _ALWAYS: Final[Mapping[str, object]] = MappingProxyType(
     }
 )
 """What is always so, though config.json has a key for it."""
+_FORMER: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "mamba_conv_bias": "use_conv_bias",
+        "mamba_d_conv": "conv_kernel",
+        "mamba_dt_limit": "time_step_limit",
+        "mamba_n_groups": "n_groups",
+    }
+)
+"""Former keys, each with the present one, over which transformers prefers it."""
 
 
 def read_nemotron_h(config: ConfigReader) -> ModelSpec:
     """``NemotronHForCausalLM``: each layer is only Mamba 2, attention that does not rotate, a block
-    without gates, or experts without gates. Steps are limited by ``time_step_limit``;
-    ``time_step_min`` and ``time_step_max`` are for training."""
+    without gates, or experts without gates. Steps are limited by ``time_step_limit``, as in
+    NVIDIA's own code. (transformers limits steps of prompts by ``time_step_min`` instead, and those
+    of decoding not at all.)"""
     check_always(config, _ALWAYS)
+    former = {key: config.values[old] for old, key in _FORMER.items() if old in config.values}
+    config = config.with_values(**former)
     kinds = _kinds(config)
     config = config.with_defaults(
         vocab_size=131_072,

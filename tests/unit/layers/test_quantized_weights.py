@@ -35,6 +35,7 @@ from minisgl_backend.models.catalog import load_spec, parse_spec
 from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.decoder import Decoder
 from minisgl_backend.models.gated_delta_net import GatedDeltaNet
+from minisgl_backend.models.mamba import MambaMixer
 from minisgl_backend.models.quantization import read_quantization
 from minisgl_backend.models.spec import ModelSpec
 from minisgl_backend.parallel.group import Group, OneRank
@@ -726,7 +727,13 @@ def test_weights_of_sizes_that_kernels_do_not_take_are_not_converted(
     assert all(torch.equal(plain[name], weight) for name, weight in converted.items())
 
 
-@pytest.mark.parametrize("case", ["qwen3-moe", "llama4", "gemma4-experts"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        *("qwen3-moe", "llama4", "gemma4-experts", "granite-moe", "granite-hybrid", "hy-v3"),
+        *("minimax-m2", "nemotron-h-experts"),
+    ],
+)
 def test_routers_are_not_converted(case: str, tmp_path: Path) -> None:
     write_checkpoint(case, tmp_path)
     spec = load_spec(tmp_path)
@@ -737,6 +744,21 @@ def test_routers_are_not_converted(case: str, tmp_path: Path) -> None:
 
     stored, converted = routers(spec), routers(replace(spec, weights=CONVERT_TO_FP8))
     assert stored and all(map(torch.equal, stored, converted))
+
+
+@pytest.mark.parametrize("case", ["nemotron-h", "granite-hybrid", "falcon-h1"])
+def test_all_inputs_of_mamba_are_converted(case: str, tmp_path: Path) -> None:
+    write_checkpoint(case, tmp_path)
+    model = build_model(
+        replace(load_spec(tmp_path), weights=CONVERT_TO_FP8),
+        tmp_path,
+        dtype=torch.float32,
+        device=CPU,
+        group=OneRank(),
+        keep_quantized=True,
+    )
+    mixers = [module for module in model.modules() if isinstance(module, MambaMixer)]
+    assert mixers and all(isinstance(mixer.in_proj.matrix, QuantizedMatrix) for mixer in mixers)
 
 
 @pytest.mark.parametrize("case", ["qwen2-moe", "qwen3.5", "qwen3-next"])

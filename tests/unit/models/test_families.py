@@ -521,6 +521,11 @@ def test_layers_of_nemotron_nano() -> None:
     spelled = {**without, "layers_block_type": [kinds[letter] for letter in pattern]}
     infinite = {"time_step_limit": [0.0, {"__float__": "Infinity"}]}
     assert parse_spec({**spelled, **infinite, "num_hidden_layers": 7}) == spec
+    former = {"mamba_n_groups": 4, "mamba_d_conv": 3, "mamba_dt_limit": [0.1, 0.5]}
+    changed = parse_spec({**NEMOTRON_NANO_9B_V2, **former, "mamba_conv_bias": False}).recurrent
+    assert changed == replace(
+        mamba, num_groups=4, conv_width=3, time_steps=(0.1, 0.5), conv_bias=False
+    )
 
 
 def test_experts_of_nemotron_3_nano() -> None:
@@ -641,7 +646,7 @@ def test_router_and_latents_of_deepseek() -> None:
         ({"scoring_func": "softmax"}, "scoring_func 'softmax' is not supported, only 'sigmoid'"),
         ({"topk_method": "greedy"}, "topk_method 'greedy' is not supported, only 'noaux_tc'"),
         ({"moe_layer_freq": 2}, "moe_layer_freq 2 is not supported, only 1"),
-        ({"qk_rope_head_dim": 63}, "rotary embedding needs an even head_dim, got 63"),
+        ({"qk_rope_head_dim": 63}, "rotary embedding needs an even qk_rope_head_dim, got 63"),
     ):
         with pytest.raises(ConfigError, match=message):
             parse_spec({**DEEPSEEK_V3, **wrong})
@@ -975,6 +980,7 @@ def test_layers_of_bamba() -> None:
     mamba = spec.recurrent
     assert isinstance(mamba, MambaSpec) and mamba.matrices == (128, 64, 128)
     assert 9.7 < spec.num_parameters / 1e9 < 9.9
+    assert parse_spec({**BAMBA_9B, "partial_rotary_factor": 1.0}) == spec
     llama = parse_spec({**BAMBA_9B, "attn_layer_indices": list(range(32))})
     assert llama.recurrent is None
     with pytest.raises(ConfigError, match="not supported if no layer has attention"):

@@ -85,14 +85,14 @@ class SharedExpert:
 class ExpertsSpec:
     """The experts of a layer, MLPs of ``intermediate_size``.
 
-    ``gate``: the function that gates them; None: they have no gates, but the square of ReLU, and so
-    has ``shared``. ``biases``: their projections and the router have
-    biases. ``router`` is the router's name in the checkpoint. ``interleaved``: the checkpoint has
-    one tensor for all experts, in which the outputs of gates and ups alternate, as in gpt-oss; in
-    plain tensors inputs come before outputs. ``scales_inputs``: the weight of a token's only expert
-    multiplies the expert's input, not its output. Raises ``ConfigError`` if tokens may then take
-    several. With a ``latent_size`` experts read and write as many numbers, between two projections
-    that all of them share; the router and ``shared`` read hidden states.
+    ``gate`` gates them; None: they and ``shared`` have no gates, but the square of ReLU.
+    ``biases``: their projections and the router have biases. ``router`` is the router's name in the
+    checkpoint. ``interleaved``: the checkpoint has one tensor for all experts, in which the outputs
+    of gates and ups alternate, as in gpt-oss; in plain tensors inputs come before outputs.
+    ``scales_inputs``: the weight of a token's only expert multiplies the expert's input, not its
+    output. Raises ``ConfigError`` if tokens may then take several. With a ``latent_size`` experts
+    read and write as many numbers, between two projections that all of them share; the router and
+    ``shared`` read hidden states.
     """
 
     routing: RoutingRule

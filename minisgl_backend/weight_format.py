@@ -125,5 +125,6 @@ CONVERT_TO_FP8: Final = WeightFormats(
     "converted while loading",
     (Rule(re.compile(rf"model\.layers\.(?!.*\.(?:{_STAY_PLAIN})$).*"), CONVERTED_FP8),),
 )
-"""All projections of the layers except routers, gates of shared experts and the rates of Gated
-DeltaNet, which kernels take only as plain numbers. The output head stays as it is."""
+"""All projections of the layers except routers, gates of shared experts, rates of Gated DeltaNet
+and ``kv_b_proj`` of multi-head latent attention, which kernels take only as plain numbers. The
+output head stays as it is."""

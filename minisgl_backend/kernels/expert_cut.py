@@ -170,7 +170,7 @@ def cut_of(
 
 def knows(spec: ExpertsSpec) -> bool:
     """Whether the kernels know everything that such experts compute. They do not know experts
-    without gates or with a latent state, weights of choices that multiply inputs, routers that
+    without gates or with a latent, weights of choices that multiply inputs, routers that
     limit groups, and routers with too many experts or choices."""
     rule = spec.routing
     few = rule.num_experts <= _MAX_EXPERTS and rule.top_k <= _MAX_CHOICES

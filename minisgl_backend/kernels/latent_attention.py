@@ -25,6 +25,7 @@ MAX_SPLITS: Final = 64
 _PROGRAMS_PER_PROCESSOR: Final = 2
 _LEAST_HEADS: Final = 16
 _MOST_HEADS: Final = 64
+"""Programs that a multiprocessor should get; the fewest and the most query heads of a program."""
 
 
 def heads_of_tile(num_heads: int) -> int:

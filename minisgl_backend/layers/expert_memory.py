@@ -58,10 +58,13 @@ class ExpertMemory(nn.Module):
             self.held = Share(num_experts, 0, num_experts)
             self.inner = even_share(inner_size, group, "moe_intermediate_size")
         self.outer = Share(hidden_size, 0, hidden_size)
+        names = (
+            ("up_proj", "down_proj") if spec.gate is None else ("gate_proj", "up_proj", "down_proj")
+        )
         self._formats = {
             (expert, part): matrices.format_of(f"{name}.{expert}.{part}")
             for expert in range(self.held.start, self.held.end)
-            for part in ("gate_proj", "up_proj", "down_proj")[spec.gate is None :]
+            for part in names
         }
         if spec.interleaved:
             check_interleaved(self._formats.values())

@@ -295,8 +295,8 @@ class ExpertsMLP(nn.Module):
         return self.memory.weights if self._packed is None else self._packed
 
     def _routed(self, x: Tensor) -> tuple[Tensor, Choices]:
-        """What the experts read, which is ``x`` or scaled, [num_tokens, hidden_size], or its latent
-        state, [num_tokens, latent_size]; and which experts do."""
+        """What the experts read, which is ``x`` or scaled, [num_tokens, hidden_size], or its
+        latent, [num_tokens, latent_size]; and which experts do."""
         choices = self._held(self.router(x))
         if self.into_latent is not None:
             return self.into_latent(Normed(x), pdl=False), choices

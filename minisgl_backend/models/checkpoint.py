@@ -282,8 +282,8 @@ def check_weights(spec: ModelSpec, files: WeightFiles) -> None:
         first = f"model.layers.{min(spec.recurrent.layers)}"
         expected |= _expected_of_states(first, spec.recurrent, spec.hidden_size)
     blocks = (layer for layer in range(spec.num_layers) if spec.has_part(layer, "feed-forward"))
-    for layer in list(blocks)[:1]:
-        expected |= _expected_of_block(layer, spec)
+    if (block := next(blocks, None)) is not None:
+        expected |= _expected_of_block(block, spec)
     for module, sizes in expected.items():
         header = found.get(f"{module}.weight")
         if header is None:  # ``weights`` will list all that is missing

@@ -19,13 +19,10 @@ from minisgl_backend.layers.quantized_matrix import Matrices
 from minisgl_backend.models.gated_delta_net import GatedDeltaNet
 from minisgl_backend.models.latent_attention import LatentAttention
 from minisgl_backend.models.mamba import MambaMixer
-from minisgl_backend.models.parallel_mixer import ParallelMixer
+from minisgl_backend.models.parallel_mixer import ParallelMixer, RecurrentMixer
 from minisgl_backend.models.spec import DeltaSpec, ModelSpec
 from minisgl_backend.models.token_mixing import SelfAttention, StepContext, TokenMixer
 from minisgl_backend.parallel.group import Group
-
-RecurrentMixer: TypeAlias = GatedDeltaNet | MambaMixer
-"""Token mixing that keeps a state of each row (``LayerStates``)."""
 
 MakeExperts: TypeAlias = Callable[[str, int, ExpertsSpec], ExpertsMLP]
 """(name in the checkpoint, hidden_size, experts) -> their module."""

@@ -113,11 +113,6 @@ class GatedDeltaNet(nn.Module):
     def rounding(self, num_tokens: int) -> int | None:
         return None  # the projection of the rates reads them as they are
 
-    def output(self, x: Normed, step: StepContext) -> Tensor:
-        """What ``forward`` adds, [num_tokens, hidden_size]."""
-        output: Tensor = self.out_proj(Normed(self._mixed(x, step)), pdl=step.pdl)
-        return output
-
     def _mixed(self, x: Normed, step: StepContext) -> Tensor:
         """[num_tokens, num_heads * value_dim]"""
         inputs = self._inputs(x, step.pdl)

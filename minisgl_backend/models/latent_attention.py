@@ -40,7 +40,8 @@ class LatentAttention(nn.Module):
 
     One GEMM makes the latents of keys and of queries; the latter become the heads' queries by
     another (``q_b_proj``). Without latents of queries the first GEMM makes the queries themselves.
-    ``up`` is the weight of ``kv_b_proj``: for each head, the rows of keys and then those of values.
+    ``up`` [num_heads * (nope_dim + value_dim), latent_dim] is the weight of ``kv_b_proj`` for this
+    rank's heads: of each head the rows of keys, then those of values.
     """
 
     kv: PagedKV
@@ -125,14 +126,14 @@ class LatentAttention(nn.Module):
         if self.q_b_proj is not None and (norm := self.q_a_layernorm) is not None:
             q = self.q_b_proj(Normed(rms_norm(q, norm.weight, norm.eps, pdl=pdl)), pdl=pdl)
         q = q.view(len(q), self.num_heads, latent.query_dim)
-        plain, turned = q.tensor_split([latent.nope_dim], dim=2)
+        unrotated, to_rotate = q.tensor_split([latent.nope_dim], dim=2)
         queries: Tensor = q.new_empty(len(q), self.num_heads, latent.key_dim)
         in_latents, rotated = queries.tensor_split([latent.latent_dim], dim=2)
         of_keys, _ = self._up_by_head
-        torch.bmm(plain.transpose(0, 1), of_keys, out=in_latents.transpose(0, 1))
+        torch.bmm(unrotated.transpose(0, 1), of_keys, out=in_latents.transpose(0, 1))
         rope_store_latents(
             rotated,
-            turned,
+            to_rotate,
             compressed,
             step.places,
             self.kv,

@@ -6,6 +6,7 @@ Knows the names of both in the checkpoint. Must not know how either mixes tokens
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TypeAlias
 
 from torch import Tensor, nn
 
@@ -15,25 +16,28 @@ from minisgl_backend.models.gated_delta_net import GatedDeltaNet
 from minisgl_backend.models.mamba import MambaMixer
 from minisgl_backend.models.token_mixing import SelfAttention, StepContext
 
+RecurrentMixer: TypeAlias = GatedDeltaNet | MambaMixer
+"""Token mixing that keeps a state of each row (``LayerStates``)."""
+
 
 class ParallelMixer(nn.Module):
     """The sum of what two mixers make of the same input (``TokenMixer``)."""
 
-    def __init__(self, attention: SelfAttention, other: GatedDeltaNet | MambaMixer, name: str):
-        """``name`` is that of ``other`` in the checkpoint."""
+    def __init__(self, attention: SelfAttention, recurrent: RecurrentMixer, name: str):
+        """``name`` is that of ``recurrent`` in the checkpoint."""
         super().__init__()
-        self.attention, self.other, self._name = attention, other, name
+        self.attention, self.recurrent, self._name = attention, recurrent, name
 
     def forward(
         self, residual: Tensor, x: Normed, norm: RMSNorm, step: StepContext
     ) -> tuple[Tensor, Normed]:
         x = Normed(x.normalized(pdl=step.pdl))  # once for both
         residual = residual.add_(self.attention.output(x, step))
-        return self.other.forward(residual, x, norm, step)
+        return self.recurrent.forward(residual, x, norm, step)
 
     def rounding(self, num_tokens: int) -> int | None:
         return None  # both read it, perhaps with other scales
 
     def places(self) -> Iterator[tuple[str, Place]]:
-        for name, mixer in (("self_attn", self.attention), (self._name, self.other)):
+        for name, mixer in (("self_attn", self.attention), (self._name, self.recurrent)):
             yield from collect_places(mixer, f"../{name}").items()

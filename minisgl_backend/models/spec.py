@@ -112,8 +112,8 @@ class MoeSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaSpec:
-    """The Gated DeltaNet layers; ``layers`` are those that mix tokens in this way, without
-    attention. ``state_dtype``: the type that the checkpoint names for states.
+    """The Gated DeltaNet layers; ``layers`` are those that mix tokens in this way.
+    ``state_dtype``: the type that the checkpoint names for states.
     """
 
     num_key_heads: int
@@ -163,7 +163,7 @@ class DeltaSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MambaSpec:
-    """The Mamba 2 layers; ``layers`` are those that mix tokens in this way, without attention.
+    """The Mamba 2 layers; ``layers`` are those that mix tokens in this way.
 
     Each of ``num_heads`` heads has ``head_dim`` values and a state of ``state_size`` numbers for
     each. Heads are in ``num_groups`` groups of neighbours, which share what writes and reads
@@ -196,14 +196,14 @@ class MambaSpec:
         return self.num_heads * self.head_dim
 
     @property
-    def group_size(self) -> int:
-        """The numbers by which all groups write states, and by as many they read them."""
+    def groups_size(self) -> int:
+        """The numbers of B in all groups together, and as many of C."""
         return self.num_groups * self.state_size
 
     @property
     def num_channels(self) -> int:
         """Number of channels of the convolution: values, and what writes and reads states."""
-        return self.inner_size + 2 * self.group_size
+        return self.inner_size + 2 * self.groups_size
 
     @property
     def matrices(self) -> tuple[int, int, int]:
@@ -232,7 +232,7 @@ class MambaSpec:
 
 
 RecurrentSpec: TypeAlias = DeltaSpec | MambaSpec
-"""The layers that keep a state of a fixed size for each row, in place of keys and values."""
+"""The layers that keep a state of a fixed size for each row."""
 
 
 Part: TypeAlias = Literal["mixer", "feed-forward"]
@@ -302,21 +302,19 @@ class ModelSpec:
     ``ropes`` has one entry per layer, unless all layers rotate by ``rope``; None: the layer does
     not rotate. ``qk_norm``: queries and keys are normalized, each head separately or all heads of a
     token together; "rotated": each head separately, after its rotation; "unweighted": each head
-    separately, without weights, in layers that rotate.
-    ``query_growth``: queries grow with their position. ``norms``: whether a layer's parts normalize
-    their inputs, or their outputs before they are added to the residual stream, or both;
-    ``norm_offset`` is added to the weights of all norms. ``gate``: that of feed-forward blocks
-    other than experts; None: they have no gates, but the square of ReLU. ``attention_scale``
-    multiplies the scores, by default head_dim to the power of -1/2. ``embedding_scale`` multiplies
-    the embeddings,
-    ``branch_scale`` what each part of a layer adds to the residual stream, and ``logit_scale`` the
-    logits. ``gated_attention``: attention's output is multiplied by a gate computed from its input;
-    with ``gates_apart`` by a projection of its own, otherwise by that of the queries.
-    ``sinks``: the softmax of each head has one more score, which is learned. ``recurrent``
-    describes the layers that mix tokens without attention or, with ``parallel_mixers``, by both:
-    the layer adds what attention and the other make of the same input. With ``single_parts`` each
-    layer is only token mixing, or only a feed-forward block, with one norm; there is one entry per
-    layer.
+    separately, without weights, in layers that rotate. ``query_growth``: queries grow with their
+    position. ``norms``: whether a layer's parts normalize their inputs, or their outputs before
+    they are added to the residual stream, or both; ``norm_offset`` is added to the weights of all
+    norms. ``gate``: that of feed-forward blocks other than experts; None: they have no gates, but
+    the square of ReLU. ``attention_scale`` multiplies the scores, by default head_dim to the power
+    of -1/2. ``embedding_scale`` multiplies the embeddings, ``branch_scale`` what each part of a
+    layer adds to the residual stream, and ``logit_scale`` the logits. ``gated_attention``:
+    attention's output is multiplied by a gate computed from its input; with ``gates_apart`` by a
+    projection of its own, otherwise by that of the queries. ``sinks``: the softmax of each head has
+    one more score, which is learned. ``recurrent`` describes the layers that mix tokens without
+    attention or, with ``parallel_mixers``, by both: the layer adds what attention and the other
+    make of the same input. With ``single_parts`` each layer is only token mixing, or only a
+    feed-forward block, with one norm; there is one entry per layer.
 
     ``kv_heads`` has one entry per layer, unless all layers have ``num_kv_heads`` heads of size
     ``head_dim``; so has ``intermediate_sizes``, unless all feed-forward blocks have the same width.

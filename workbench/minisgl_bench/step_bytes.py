@@ -50,7 +50,7 @@ def _bytes_of_row(mixer: TokenMixer | None, num_seen: int) -> int:
     if mixer is None:
         return 0
     if isinstance(mixer, ParallelMixer):
-        both = mixer.attention, mixer.other
+        both = mixer.attention, mixer.recurrent
         return sum(_bytes_of_row(each, num_seen) for each in both)
     if isinstance(mixer, MambaMixer):
         return 2 * (mixer.states.conv[0].nbytes + mixer.states.matrices[0].nbytes)

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 from minisgl_backend.models.common_fields import common_fields
 from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.families.fields import attention_biases
-from minisgl_backend.models.families.mamba import merged_parts, read_mamba
+from minisgl_backend.models.families.mamba import RENAMED, merged_parts, read_mamba
 from minisgl_backend.models.spec import ModelSpec
 from minisgl_backend.models.tensor_names import TensorNames
-
-_RENAMED: Final = (
-    (".feed_forward.", ".mlp."),
-    (".pre_ff_layernorm.", ".post_attention_layernorm."),
-    ("model.final_layernorm.", "model.norm."),
-)
 
 
 def read_bamba(config: ConfigReader) -> ModelSpec:
@@ -40,7 +32,7 @@ def read_bamba(config: ConfigReader) -> ModelSpec:
         architecture="BambaForCausalLM",
         mlp_bias=config.flag("mlp_bias"),
         recurrent=mamba if layers else None,
-        names=TensorNames(renamed=_RENAMED, merged=merged_parts(".mamba", mamba)),
+        names=TensorNames(renamed=RENAMED, merged=merged_parts(".mamba", mamba)),
         **attention_biases(config),
         **fields,
     )

@@ -29,12 +29,14 @@ _OF_V2: Final[Mapping[str, object]] = MappingProxyType(
     {"scoring_func": "softmax", "norm_topk_prob": False, "moe_layer_freq": 1, "mlp_bias": False}
     | {"rope_interleave": True}
 )
-"""The same."""
+"""The same for DeepSeek-V2."""
 _OF_KIMI: Final = ("KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration")
+"""How the architecture is spelled: by its publisher, and by transformers."""
 _BLOCKS_OF_KIMI: Final = (
     ("language_model.model.blocks.", "model.layers."),
     ("model.language_model.blocks.", "model.layers."),
 )
+"""Names of layers as transformers saves them, each with the decoder's."""
 
 
 def read_deepseek_v3(config: ConfigReader) -> ModelSpec:

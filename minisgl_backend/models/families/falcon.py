@@ -7,15 +7,10 @@ from typing import Final
 from minisgl_backend.models.common_fields import common_fields
 from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.families.fields import check_always
-from minisgl_backend.models.families.mamba import merged_parts, read_mamba
+from minisgl_backend.models.families.mamba import RENAMED, merged_parts, read_mamba
 from minisgl_backend.models.spec import MOST_WIDTH, ModelSpec
 from minisgl_backend.models.tensor_names import TensorNames
 
-_RENAMED: Final = (
-    (".feed_forward.", ".mlp."),
-    (".pre_ff_layernorm.", ".post_attention_layernorm."),
-    ("model.final_layernorm.", "model.norm."),
-)
 _NO_BIASES: Final = ("attention_bias", "mamba_proj_bias", "mlp_bias", "projectors_bias")
 """Some would take other multipliers than the weights."""
 
@@ -52,7 +47,7 @@ def read_falcon_h1(config: ConfigReader) -> ModelSpec:
         recurrent=mamba,
         parallel_mixers=True,
         names=TensorNames(
-            renamed=_RENAMED, merged=merged_parts(".mamba", mamba), scaled=_multipliers(config)
+            renamed=RENAMED, merged=merged_parts(".mamba", mamba), scaled=_multipliers(config)
         ),
         **fields,
     )

@@ -17,6 +17,7 @@ from minisgl_backend.models.spec import MOST_EXPERTS, ModelSpec, RopeSpec
 from minisgl_backend.models.tensor_names import MULTIMODAL
 
 ATTENTION_KINDS: Final = ("sliding_attention", "full_attention")
+_STATE_DTYPES: Final = ("float32", "bfloat16", "float16")
 
 
 def text_config(config: ConfigReader, *, tied: bool) -> ConfigReader:
@@ -117,6 +118,12 @@ def read_rotating(config: ConfigReader, num_layers: int) -> list[bool]:
     if len(rotates) < num_layers or not set(rotates) <= {0, 1}:
         raise config.error("no_rope_layers", f"{num_layers} of 0 and 1", rotates)
     return [bool(one) for one in rotates[:num_layers]]
+
+
+def read_state_dtype(config: ConfigReader, key: str) -> str:
+    """The type that the checkpoint names for states, if slots can have it."""
+    named = config.values.get(key)
+    return named if named in _STATE_DTYPES else "float32"
 
 
 def read_window(config: ConfigReader) -> int | None:

@@ -31,6 +31,7 @@ _OF_DENSE: Final = (
     (".shared_mlp.input_linear.", ".mlp.input_linear."),
     (".shared_mlp.output_linear.", ".mlp.down_proj."),
 )
+"""Names in checkpoints without experts."""
 _HYBRID_KINDS: Final = ("linear_attention", "full_attention")
 
 

@@ -7,24 +7,24 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from minisgl_backend.models.config_json import ConfigReader
+from minisgl_backend.models.families.fields import read_state_dtype as read_state_dtype
 from minisgl_backend.models.spec import MOST_HEADS, MambaSpec
 
-_STATE_DTYPES: Final = ("float32", "bfloat16", "float16")
 _INFINITY: Final = {"__float__": "Infinity"}
 """As transformers writes it."""
 _KINDS: Final = {"mamba": "linear_attention", "attention": "full_attention"}
 """Former names of kinds of layers, with those that transformers has written since version 5."""
+RENAMED: Final = (
+    (".feed_forward.", ".mlp."),
+    (".pre_ff_layernorm.", ".post_attention_layernorm."),
+    ("model.final_layernorm.", "model.norm."),
+)
+"""Names in the checkpoints of Bamba and Falcon-H1, each with the decoder's."""
 
 
 def read_kinds(value: Sequence[Any]) -> list[str]:
     """Kinds of layers by their present names."""
     return [_KINDS.get(kind, kind) for kind in map(str, value)]
-
-
-def read_state_dtype(config: ConfigReader, key: str) -> str:
-    """The type that the checkpoint names for states, if slots can have it."""
-    named = config.values.get(key)
-    return named if named in _STATE_DTYPES else "float32"
 
 
 def read_time_steps(config: ConfigReader) -> tuple[float, float]:
@@ -75,7 +75,7 @@ def read_mamba(
 def merged_parts(module: str, shape: MambaSpec) -> dict[str, dict[str, int]]:
     """The projections that the tensors of a Mamba 2 layer hold, with their numbers of outputs, by
     the end of a module's name; ``module`` is that of the layer's."""
-    channels = {"x": shape.inner_size, "b": shape.group_size, "c": shape.group_size}
+    channels = {"x": shape.inner_size, "b": shape.groups_size, "c": shape.groups_size}
     parts = {"z": shape.inner_size, **channels, "dt": shape.num_heads}
     return {
         f"{module}.in_proj": {f"in_proj_{part}": size for part, size in parts.items()},

@@ -46,6 +46,7 @@ _ROPE_OF_MISTRAL_4: Final[Mapping[str, object]] = MappingProxyType(
         "llama_4_scaling_beta": 0.1,
     }
 )
+"""The rotation, if config.json names none."""
 
 
 def read_mistral(config: ConfigReader) -> ModelSpec:

@@ -11,6 +11,7 @@ from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.families.fields import (
     attention_biases,
     read_routing,
+    read_state_dtype,
     sparse_layers,
     text_config,
     text_part,
@@ -19,7 +20,6 @@ from minisgl_backend.models.spec import MOST_HEADS, MOST_WIDTH, DeltaSpec, Model
 from minisgl_backend.models.tensor_names import MULTIMODAL, TensorNames
 
 _HYBRID_KINDS: Final = ("linear_attention", "full_attention")
-_STATE_DTYPES: Final = ("float32", "bfloat16", "float16")
 
 
 def read_qwen3_next(config: ConfigReader) -> ModelSpec:
@@ -96,7 +96,6 @@ def _hybrid_fields(config: ConfigReader) -> tuple[dict[str, Any], DeltaSpec]:
         "full_attention" if (layer + 1) % every == 0 else "linear_attention"
         for layer in range(num_layers)
     ]
-    states = config.values.get("mamba_ssm_dtype")
     linear = frozenset(layer for layer, kind in enumerate(kinds) if kind == "linear_attention")
     delta = DeltaSpec(
         num_key_heads=config.integer("linear_num_key_heads", 16, maximum=MOST_HEADS),
@@ -105,7 +104,7 @@ def _hybrid_fields(config: ConfigReader) -> tuple[dict[str, Any], DeltaSpec]:
         value_dim=config.integer("linear_value_head_dim", 128, maximum=MOST_HEADS),
         conv_width=config.integer("linear_conv_kernel_dim", 4, minimum=2, maximum=MOST_HEADS),
         layers=linear,
-        state_dtype=states if states in _STATE_DTYPES else "float32",
+        state_dtype=read_state_dtype(config, "mamba_ssm_dtype"),
     )
     if delta.num_heads % delta.num_key_heads:
         raise config.error(

@@ -146,6 +146,17 @@ def _chain_blocks(
     tl.store(head_ptr + slot * slot_stride, stored(state, state_kind), mask=in_state)
 
 
+@triton.jit
+def gated(x, z, norm_ptr, i, inside, eps, SIZE: tl.constexpr, NORMS: tl.constexpr):
+    """``x``, the ``SIZE`` values of a group that are ``inside``, gated by ``z`` and, if ``NORMS``,
+    normalized; the norm's weights are at ``i``."""
+    x *= silu(z)
+    if NORMS:
+        weight = tl.load(norm_ptr + i, mask=inside, other=0.0).to(tl.float32)
+        x *= tl.rsqrt(tl.sum(x * x) / SIZE + eps) * weight
+    return x
+
+
 @triton.jit(do_not_specialize=["last_block"], do_not_specialize_on_alignment=["blocks_ptr"])
 def _gated_norm(
     out_ptr,
@@ -170,10 +181,7 @@ def _gated_norm(
     at = out_ptr + t * (GROUPS * SIZE) + i
     x = tl.load(at, mask=inside & is_token, other=0.0).to(tl.float32)
     z = tl.load(z_ptr + t * z_stride + i, mask=inside & is_token, other=0.0).to(tl.float32)
-    x *= silu(z)
-    if NORMS:
-        weight = tl.load(norm_ptr + i, mask=inside, other=0.0).to(tl.float32)
-        x *= tl.rsqrt(tl.sum(x * x) / SIZE + eps) * weight
+    x = gated(x, z, norm_ptr, i, inside, eps, SIZE, NORMS)
     tl.store(at, x.to(out_ptr.dtype.element_ty), mask=inside)
 
 

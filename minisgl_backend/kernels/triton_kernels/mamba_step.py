@@ -22,8 +22,8 @@ from minisgl_backend.kernels.triton_kernels.conv_step import (
     conv_ended,
     keep_inputs_of_token,
 )
-from minisgl_backend.kernels.triton_kernels.gated_delta_blocks import silu, stored
-from minisgl_backend.kernels.triton_kernels.mamba_blocks import step_of
+from minisgl_backend.kernels.triton_kernels.gated_delta_blocks import stored
+from minisgl_backend.kernels.triton_kernels.mamba_blocks import gated, step_of
 from minisgl_backend.kernels.triton_kernels.pdl import allow_next, launch_options, wait_previous
 
 _FEW_ROWS: Final = 8
@@ -150,10 +150,7 @@ def _gated_norm(
     at = out_ptr + row * (GROUPS * SIZE) + i
     x = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     z = tl.load(z_ptr + row * z_stride + i, mask=inside, other=0.0).to(tl.float32)
-    x *= silu(z)
-    if NORMS:
-        weight = tl.load(norm_ptr + i, mask=inside, other=0.0).to(tl.float32)
-        x *= tl.rsqrt(tl.sum(x * x) / SIZE + eps) * weight
+    x = gated(x, z, norm_ptr, i, inside, eps, SIZE, NORMS)
     tl.store(at, x.to(out_ptr.dtype.element_ty), mask=inside)
     n = tl.arange(0, NP)
     row_inputs, token = inputs_ptr + slot * inputs_stride, channels_ptr + row * channels_stride

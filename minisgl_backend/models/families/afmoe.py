@@ -7,13 +7,14 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
 
-from minisgl_backend.experts_spec import ExpertsSpec, RoutingRule, SharedExpert
+from minisgl_backend.experts_spec import ExpertsSpec, RoutingRule
 from minisgl_backend.models.common_fields import common_fields
 from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.families.fields import (
     ATTENTION_KINDS,
     check_always,
     kinds_by_pattern,
+    shared_experts,
     windows_by_kind,
 )
 from minisgl_backend.models.spec import MOST_EXPERTS, MOST_WIDTH, ModelSpec, MoeSpec
@@ -79,6 +80,5 @@ def _experts(config: ConfigReader) -> ExpertsSpec:
         corrected=True,
         scale=config.number("route_scale", 1.0),
     )
-    num_shared = config.integer("num_shared_experts", 2, maximum=MOST_EXPERTS)
-    shared = SharedExpert(name="shared_experts", intermediate_size=num_shared * inner)
+    shared = shared_experts(config, inner, "num_shared_experts", 2)
     return ExpertsSpec(routing=rule, intermediate_size=inner, shared=shared)

@@ -8,12 +8,13 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Final
 
-from minisgl_backend.experts_spec import ExpertsSpec, RoutingRule, SharedExpert
+from minisgl_backend.experts_spec import ExpertsSpec, RoutingRule
 from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.families.deepseek_experts import deepseek_experts, drafting_layers
 from minisgl_backend.models.families.fields import (
     check_always,
     layers_with_experts,
+    shared_experts,
     text_config,
     text_part,
 )
@@ -144,8 +145,7 @@ def _experts_of_v2(config: ConfigReader) -> ExpertsSpec:
         best_of_group=1,
         in_float32=True,
     )
-    num_shared = config.integer("n_shared_experts", 2, maximum=MOST_EXPERTS)
-    shared = SharedExpert(name="shared_experts", intermediate_size=num_shared * inner)
+    shared = shared_experts(config, inner, default=2)
     return ExpertsSpec(routing=rule, intermediate_size=inner, shared=shared)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
 
-from minisgl_backend.experts_spec import ExpertsSpec, RoutingRule, SharedExpert
+from minisgl_backend.experts_spec import ExpertsSpec, RoutingRule
 from minisgl_backend.models.common_fields import common_fields
 from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.families.fields import (
@@ -16,6 +16,7 @@ from minisgl_backend.models.families.fields import (
     layers_with_experts,
     qk_normed_fields,
     read_window,
+    shared_experts,
     windows_by_kind,
 )
 from minisgl_backend.models.families.mistral import OF_MIXTRAL
@@ -174,8 +175,7 @@ def read_hy_v3(config: ConfigReader) -> ModelSpec:
         corrected=True,
         scale=config.number("router_scaling_factor", 2.826),
     )
-    num_shared = config.integer("num_shared_experts", 1, maximum=MOST_EXPERTS)
-    shared = SharedExpert(name="shared_experts", intermediate_size=num_shared * inner)
+    shared = shared_experts(config, inner, "num_shared_experts")
     names = TensorNames(
         renamed=(
             (".mlp.router.gate.", ".mlp.gate."),
@@ -220,8 +220,7 @@ def deepseek_experts(config: ConfigReader, num_layers: int, *, first: int) -> Mo
         num_groups=config.integer("n_group", 1, maximum=MOST_EXPERTS),
         top_groups=config.integer("topk_group", 1, maximum=MOST_EXPERTS),
     )
-    num_shared = config.integer("n_shared_experts", 1, maximum=MOST_EXPERTS)
-    shared = SharedExpert(name="shared_experts", intermediate_size=num_shared * inner)
+    shared = shared_experts(config, inner)
     dense = config.integer("first_k_dense_replace", first, minimum=0)
     return MoeSpec(
         experts=ExpertsSpec(routing=rule, intermediate_size=inner, shared=shared),

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.experts_spec import RoutingRule
+from minisgl_backend.experts_spec import RoutingRule, SharedExpert
 from minisgl_backend.models.common_fields import common_fields
 from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.spec import MOST_EXPERTS, ModelSpec, RopeSpec
@@ -89,6 +89,14 @@ def read_routing(
         top_k=config.integer("num_experts_per_tok", top_k),
         normalize=normalize,
     )
+
+
+def shared_experts(
+    config: ConfigReader, inner: int, key: str = "n_shared_experts", default: int = 1
+) -> SharedExpert:
+    """The experts that all tokens take, as one block: as many as ``key`` says, of ``inner``."""
+    count = config.integer(key, default, maximum=MOST_EXPERTS)
+    return SharedExpert(name="shared_experts", intermediate_size=count * inner)
 
 
 def sparse_layers(config: ConfigReader, num_layers: int) -> frozenset[int]:

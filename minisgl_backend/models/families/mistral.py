@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
 
-from minisgl_backend.experts_spec import ExpertsSpec, RoutingRule, SharedExpert
+from minisgl_backend.experts_spec import ExpertsSpec, RoutingRule
 from minisgl_backend.models.common_fields import common_fields
 from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.families.fields import (
@@ -14,6 +14,7 @@ from minisgl_backend.models.families.fields import (
     check_always,
     read_routing,
     read_window,
+    shared_experts,
     text_config,
     text_part,
     windows_by_kind,
@@ -141,8 +142,7 @@ def _experts_of_mistral_4(config: ConfigReader) -> ExpertsSpec:
         num_groups=config.integer("n_group", 1, maximum=MOST_EXPERTS),
         top_groups=config.integer("topk_group", 1, maximum=MOST_EXPERTS),
     )
-    num_shared = config.integer("n_shared_experts", 1, maximum=MOST_EXPERTS)
-    shared = SharedExpert(name="shared_experts", intermediate_size=num_shared * inner)
+    shared = shared_experts(config, inner)
     return ExpertsSpec(routing=rule, intermediate_size=inner, shared=shared)
 
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from minisgl_backend.models.config_json import ConfigReader
-from minisgl_backend.models.families.fields import read_state_dtype as read_state_dtype
 from minisgl_backend.models.spec import MOST_HEADS, MambaSpec
 
 _INFINITY: Final = {"__float__": "Infinity"}

@@ -10,11 +10,10 @@ from typing import Any, Final
 from minisgl_backend.experts_spec import ExpertsSpec, RoutingRule, SharedExpert
 from minisgl_backend.models.common_fields import common_fields
 from minisgl_backend.models.config_json import ConfigReader
-from minisgl_backend.models.families.fields import check_always
+from minisgl_backend.models.families.fields import check_always, read_state_dtype
 from minisgl_backend.models.families.mamba import (
     merged_parts,
     read_kinds,
-    read_state_dtype,
     read_time_steps,
 )
 from minisgl_backend.models.spec import (

@@ -117,9 +117,9 @@ class TensorNames:
     ``by_head``, each with its number of heads, hold the outputs of all projections for the first
     head, then those for the next. A checkpoint of only the layers, as of embedding models, leaves
     out the first part of all names, ``model.``. If the checkpoint is ``multimodal``, the tensors
-    for images and audio are left out. Tensors whose names, in the file or for the decoder, begin
-    with one of ``left_out`` are always left out. Those whose names for the decoder end with one of
-    ``one_row`` are matrices of one row, which is the weight.
+    for images and audio are left out. Tensors whose names for the decoder begin with one of
+    ``left_out`` are always left out. Those whose names for the decoder end with one of ``one_row``
+    are matrices of one row, which is the weight.
     With ``keeps_stacks`` a tensor of all experts is one weight, not several of one expert each.
     With ``transposed_stacks`` inputs come before outputs in such tensors, which are plain. With
     ``order_by_hidden_size`` files may have either order: it is the usual one unless the tensor, or
@@ -152,7 +152,7 @@ class TensorNames:
 
     def _weights(self, name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, StoredAs]]:
         """The same without factors."""
-        if name.startswith(self.left_out) or (self.multimodal and _OTHER_PARTS.match(name)):
+        if self.multimodal and _OTHER_PARTS.match(name):
             return
         own = name
         for theirs, ours in self.renamed:

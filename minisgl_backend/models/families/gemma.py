@@ -186,10 +186,9 @@ def _unused_kv_names(readers: Iterable[int]) -> tuple[str, ...]:
     """The tensors for keys and values of layers that read those of other layers; some checkpoints
     have them."""
     return tuple(
-        f"model.{inside}layers.{layer}.self_attn.{name}"
+        f"model.layers.{layer}.self_attn.{name}"
         for layer in readers
         for name in ("k_proj.", "v_proj.", "k_norm.", "v_norm.")
-        for inside in ("", "language_model.")
     )
 
 

@@ -35,6 +35,14 @@ class KVHeads:
     head_dim: int
 
 
+@dataclass(frozen=True, slots=True)
+class ExpandedHeads:
+    """The sizes of a head's key, rotated part included, and value, if they are made of a latent."""
+
+    key_dim: int
+    value_dim: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionShape:
     """The heads of one rank.
@@ -46,7 +54,8 @@ class AttentionShape:
     layer has sinks (``PagedKV``). ``by_layer`` has one entry per layer, unless all layers have
     ``num_kv_heads`` heads of size ``head_dim``. ``window_pages``: layers with windows have their
     own pages and page table (``cache.windows``). ``latent_dim``: pages hold latents, and a head's
-    values are the first ``latent_dim`` elements of its keys (``PagedKV``).
+    values are the first ``latent_dim`` elements of its keys (``PagedKV``); ``expanded`` are the
+    keys and values that can be made of a latent.
     """
 
     num_heads: int
@@ -59,6 +68,7 @@ class AttentionShape:
     by_layer: tuple[KVHeads, ...] = ()
     window_pages: bool = False
     latent_dim: int | None = None
+    expanded: ExpandedHeads | None = None
 
     @property
     def num_layers(self) -> int:
@@ -229,6 +239,45 @@ class LayerAttention(Protocol):
         """
 
 
+Expand: TypeAlias = "Callable[[Tensor], tuple[Tensor, Tensor]]"
+"""Makes the keys and values of a layer's heads: (latents and rotated keys of some positions, as
+pages hold them [num_positions, size]) -> [num_positions, num_heads, size of keys] and
+[num_positions, num_heads, size of values]."""
+
+
+class ExpandedChunks(Protocol):
+    """Attention of the chunks of a planned step to keys and values that are made of latents."""
+
+    def __call__(self, out: Tensor, q: Tensor, kv: PagedKV, expand: Expand) -> None:
+        """Fill ``out`` [num_tokens, num_heads, size of values] for the tokens of chunks. ``q``
+        [num_tokens, num_heads, size of keys] and ``out`` have all tokens of the flat batch."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttendExpanded:
+    """``Attend`` of a step whose chunks read latents expanded, by ``chunks``.
+
+    It is called with the tokens of the decoding rows alone, the first ``num_decodes``, if there
+    are any.
+    """
+
+    rows: LayerAttention | None
+    num_decodes: int
+    chunks: ExpandedChunks
+
+    def __call__(self, q: Tensor, kv: PagedKV, layer: int) -> Tensor:
+        assert self.rows is not None and len(q) == self.num_decodes
+        return _attend_all(self.rows, q, kv, layer)
+
+
+class ChunkExpansion(Protocol):
+    """Attention of chunks to keys and values that are made of latents."""
+
+    def plan_chunks(self, chunks: Chunks) -> ExpandedChunks | None:
+        """Prepare what all layers of the step share; None if latents as they are take less work, or
+        the step is to be captured."""
+
+
 class PrefillAttention(Protocol):
     """Attention of prompt chunks."""
 
@@ -273,7 +322,7 @@ class PagedAttention:
     """A backend; ``name`` is the value of the option that chooses it.
 
     ``can_capture``: decode steps can be captured in CUDA graphs. ``captures_chunks``: so can steps
-    with prompt chunks. ``reads_groups``: it uses groups.
+    with prompt chunks. ``reads_groups``: it uses groups. ``expansion`` is for latents.
     """
 
     name: str
@@ -282,6 +331,7 @@ class PagedAttention:
     can_capture: bool = True
     captures_chunks: bool = True
     reads_groups: bool = False
+    expansion: ChunkExpansion | None = None
 
     def plan(self, decodes: DecodeRows | None, chunks: Chunks | None) -> Attend:
         """Prepare a step: the decoding rows, whose tokens come first, then the chunks.
@@ -292,9 +342,13 @@ class PagedAttention:
         if chunks is None:
             assert decodes is not None  # a step has tokens
             return partial(_attend_all, self.decode.plan_rows(decodes))
+        num_decodes = 0 if decodes is None else len(decodes.rows)
+        expanded = None if self.expansion is None else self.expansion.plan_chunks(chunks)
+        if expanded is not None:
+            alone = None if decodes is None else self.decode.plan_rows(decodes)
+            return AttendExpanded(alone, num_decodes, expanded)
         attend_chunks = self.prefill.plan_chunks(chunks)
         attend_rows = None if decodes is None else self.decode.plan_rows(decodes)
-        num_decodes = 0 if decodes is None else len(decodes.rows)
         outs: dict[int, Tensor] = {}  # by the size of values
 
         def attend(q: Tensor, kv: PagedKV, layer: int) -> Tensor:

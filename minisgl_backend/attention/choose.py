@@ -21,6 +21,7 @@ from minisgl_backend import packages
 from minisgl_backend.attention import flash_infer
 from minisgl_backend.attention.base import (
     AttentionSetting,
+    ChunkExpansion,
     DecodeAttention,
     GroupedDecode,
     PagedAttention,
@@ -28,6 +29,11 @@ from minisgl_backend.attention.base import (
     ScheduledDecode,
 )
 from minisgl_backend.attention.by_layer import AttentionByLayer, GroupedByLayer, ScheduledByLayer
+from minisgl_backend.attention.expanded import (
+    HEADS_OF_FLASH_ATTN,
+    ExpandedPrefill,
+    FlashRagged,
+)
 from minisgl_backend.attention.flash_attn import FlashAttention
 from minisgl_backend.attention.flash_infer import (
     TRTLLM_PAGE_SIZES,
@@ -35,7 +41,11 @@ from minisgl_backend.attention.flash_infer import (
     FlashInferPrefill,
     TrtllmDecode,
 )
-from minisgl_backend.attention.latent_kernels import LatentDecode, LatentPrefill
+from minisgl_backend.attention.latent_kernels import (
+    LatentDecode,
+    LatentDecodeByRows,
+    LatentPrefill,
+)
 from minisgl_backend.attention.own_kernels import (
     CudaDecode,
     InvariantAttention,
@@ -53,6 +63,7 @@ from minisgl_backend.attention.sections import (
 from minisgl_backend.config import did_you_mean
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.kernels.dispatch import has_triton
+from minisgl_backend.kernels.ragged_attention import ragged_attention_reference
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +74,9 @@ _MOST_HEAD_BYTES_OF_AUTO: Final = 1024
 larger ones."""
 _MOST_HEAD_DIM_OF_GROUPS: Final = 128
 """The largest heads with which a GPU reads shared pages once for all rows of a group."""
+
+_LATENTS_OF_FLASH_ATTN: Final = ((64, 256), (64, 512))
+"""Sizes of rotated keys and latents that ``fa`` takes."""
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -85,7 +99,8 @@ def choose_attention(option: str | None, setting: AttentionSetting) -> PagedAtte
     with 16-bit pages if sgl_kernel is installed, since its kernels use the tensor cores better, and
     otherwise ``triton``. ``fi`` and ``trtllm`` compile their kernels for minutes at first use, so
     ``auto`` never takes them. With ``batch_invariant`` there is one backend, which no option names.
-    Only ``triton`` and ``sdpa`` take latents.
+    Only ``triton``, ``fa`` and ``sdpa`` take latents; by default ``triton`` decodes few rows, and
+    ``fa`` more.
     """
     if len(setting.shape.kinds) > 1 or setting.shape.window_pages:
         return _by_layer(option, setting)
@@ -101,6 +116,8 @@ def choose_attention(option: str | None, setting: AttentionSetting) -> PagedAtte
     prefill = _made(of_prefill, prefill_name, setting)
     decode = _made(of_decode, decode_name, setting)
     name = prefill_name if prefill_name == decode_name else f"{prefill_name},{decode_name}"
+    if option is None and setting.shape.latent_dim is not None and prefill_name == "fa":
+        decode, name = LatentDecodeByRows(decode, _flash_attn(setting)), f"{name}+fa"
     can_capture = not of_decode.needs_host
     # the schedule of a captured step is only for decoding rows
     has_schedule = isinstance(decode, ScheduledDecode)
@@ -116,6 +133,7 @@ def choose_attention(option: str | None, setting: AttentionSetting) -> PagedAtte
         can_capture,
         captures_chunks,
         reads_groups=setting.grouped and can_group,
+        expansion=_expansion(prefill_name if option else "fa", setting),
     )
 
 
@@ -240,6 +258,20 @@ def _why_no_latents(setting: AttentionSetting) -> str | None:
     return "has no kernels for the latents of this model: take triton or sdpa"
 
 
+def _expansion(prefill: str, setting: AttentionSetting) -> ChunkExpansion | None:
+    """How chunks read latents expanded, if the backend ``prefill`` has kernels for that. It may be
+    ``fa`` even if pages are of float8, since expanded keys and values are not."""
+    if (heads := setting.shape.expanded) is None:
+        return None
+    if setting.device.type == "cpu":
+        return ExpandedPrefill(setting, ragged_attention_reference)
+    can_run = _why_not_flash_attn(replace(setting, kv_dtype=setting.dtype)) is None
+    is_known = (heads.key_dim, heads.value_dim) in HEADS_OF_FLASH_ATTN
+    if prefill != "fa" or not (can_run and is_known):
+        return None
+    return ExpandedPrefill(setting, FlashRagged(_library_of_flash_attn()))
+
+
 def _why_not_cuda(setting: AttentionSetting) -> str | None:
     if reason := _why_no_latents(setting):
         return reason
@@ -258,14 +290,15 @@ def _why_not_cuda(setting: AttentionSetting) -> str | None:
 
 
 def _why_not_flash_attn(setting: AttentionSetting) -> str | None:
-    if reason := _why_no_latents(setting):
-        return reason
     if setting.kv_dtype not in (torch.bfloat16, torch.float16):
         return f"needs KV pages of bfloat16 or float16, not {_name(setting.kv_dtype)}"
     if setting.shape.sinks and setting.dtype != torch.bfloat16:
         return f"needs dtype bfloat16 for attention sinks, not {_name(setting.dtype)}"
-    head_dim = setting.shape.head_dim
-    if head_dim > 256 or head_dim & (head_dim - 1):
+    head_dim, latent_dim = setting.shape.head_dim, setting.shape.latent_dim
+    if latent_dim is not None:
+        if (head_dim - latent_dim, latent_dim) not in _LATENTS_OF_FLASH_ATTN:
+            return "has no kernels for latents of this size: take triton or sdpa"
+    elif head_dim > 256 or head_dim & (head_dim - 1):
         # sgl_kernel ends the process with heads of 96 elements
         return f"needs a head_dim that is a power of two up to 256, not {head_dim}"
     return _why_not_gpu(setting, (9,)) or _why_not_import(
@@ -323,8 +356,12 @@ def _listed(numbers: tuple[int, ...]) -> str:
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
 
 
+def _library_of_flash_attn() -> ModuleType:
+    return importlib.import_module("sgl_kernel.flash_attn")
+
+
 def _flash_attn(setting: AttentionSetting) -> FlashAttention:
-    return FlashAttention(importlib.import_module("sgl_kernel.flash_attn"), setting)
+    return FlashAttention(_library_of_flash_attn(), setting)
 
 
 def _triton_prefill(setting: AttentionSetting) -> PrefillAttention:

@@ -2,6 +2,8 @@
 
 Needs a Hopper GPU, and bf16 or fp16 (bf16 with sinks). Page table and lengths are read on the GPU.
 For decode the kernels' schedule is computed once per step, inside the graph, not once per layer.
+Of keys over latents it takes the rotated part as keys, and the latents as values that queries have
+a part for, too.
 """
 
 from __future__ import annotations
@@ -53,8 +55,9 @@ class FlashAttention:
                 table.shape[1] * self._page_size,
                 self._shape.num_heads,
                 self._shape.num_kv_heads,
-                self._shape.head_dim,
+                self._shape.head_dim - (self._shape.latent_dim or 0),
                 rows.lengths,
+                headdim_v=self._shape.latent_dim,
                 page_size=self._page_size,
                 causal=True,
             )
@@ -64,11 +67,14 @@ class FlashAttention:
         self._attend(call, out.unsqueeze(1), q.unsqueeze(1), kv, layer)
 
     def _attend(self, call: _Call, out: Tensor, q: Tensor, kv: PagedKV, layer: int) -> None:
-        window = self._shape.windows[layer]
+        window, of_latents, keys = self._shape.windows[layer], None, kv.keys
+        if (latent_dim := self._shape.latent_dim) is not None:
+            of_latents, q, keys = q[..., :latent_dim], q[..., latent_dim:], keys[..., latent_dim:]
         self._library.flash_attn_with_kvcache(
             q,
-            kv.keys,
+            keys,
             kv.values,
+            qv=of_latents,
             cache_seqlens=call.lengths,
             page_table=call.page_table,
             cu_seqlens_q=call.offsets,

@@ -22,10 +22,9 @@ from minisgl_backend.kernels.paged_kv import PagedKV
 from minisgl_backend.kernels.prefill_attention import prefill_attention_reference
 
 MAX_SPLITS: Final = 64
-_PROGRAMS_PER_PROCESSOR: Final = 2
 _LEAST_HEADS: Final = 16
 _MOST_HEADS: Final = 64
-"""Programs that a multiprocessor should get; the fewest and the most query heads of a program."""
+"""The fewest and the most query heads of a program, of which a multiprocessor takes one."""
 
 
 def heads_of_tile(num_heads: int) -> int:
@@ -37,7 +36,7 @@ def heads_of_tile(num_heads: int) -> int:
 def num_splits(batch_size: int, num_heads: int, processors: int) -> int:
     """How many splits a row gets: a power of two, with which programs fill the multiprocessors."""
     tiles = batch_size * -(-num_heads // heads_of_tile(num_heads))
-    wanted = _PROGRAMS_PER_PROCESSOR * processors // tiles
+    wanted = processors // tiles
     return min(1 << int(math.log2(wanted)), MAX_SPLITS) if wanted > 1 else 1
 
 

@@ -3,7 +3,8 @@
 Pages hold one latent for each position, of which every head's key and value are projections
 (``kv_b_proj``), and one rotated key for all heads. The projections are *absorbed*: instead of
 expanding latents, each query is projected into their space, where all heads attend to the same
-latents, and the results are projected to the heads' values. So attention has one KV head. Knows the
+latents, and the results are projected to the heads' values. So attention has one KV head. Only for
+long prompt chunks latents are expanded, if the step says so (``attention.expanded``). Knows the
 names of the checkpoint and how heads are split over ranks; each rank holds all latents. Must not
 know which page is whose, or how attention is computed.
 """
@@ -13,8 +14,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from minisgl_backend.attention.base import AttendExpanded
+from minisgl_backend.kernels.head_linear import head_linear
 from minisgl_backend.kernels.paged_kv import PagedKV
 from minisgl_backend.kernels.rms_norm import rms_norm
 from minisgl_backend.kernels.rope_store import rope_store_latents
@@ -106,31 +110,41 @@ class LatentAttention(nn.Module):
 
     def _values(self, x: Normed, step: StepContext) -> Tensor:
         """[num_tokens, num_heads * value_dim]"""
-        queries = self._queries(x, step)  # [num_tokens, num_heads, latent_dim + rope_dim]
-        if step.query_scale is not None:
-            queries.mul_(step.query_scale)
-        # [num_tokens, num_heads, latent_dim]
-        attended = step.attend(queries, self.kv, self.layer)
-        values = attended.new_empty(*attended.shape[:2], self.latent.value_dim)
-        _, of_values = self._up_by_head
-        torch.bmm(attended.transpose(0, 1), of_values.mT, out=values.transpose(0, 1))
+        q, compressed = self._projected(x, step)
+        attend, latent = step.attend, self.latent
+        if not isinstance(attend, AttendExpanded):
+            queries, rotated = self._absorbed(q, pdl=step.pdl)
+            self._rotate_and_store(rotated, q[..., latent.nope_dim :], compressed, step)
+            return self._attended(queries, step).flatten(1)
+        to_rotate = q[..., latent.nope_dim :]
+        self._rotate_and_store(to_rotate, to_rotate, compressed, step)
+        values = q.new_empty(*q.shape[:2], latent.value_dim)
+        if (num_decodes := attend.num_decodes) > 0:
+            queries, rotated = self._absorbed(q[:num_decodes], pdl=step.pdl)
+            rotated.copy_(to_rotate[:num_decodes])
+            values[:num_decodes] = self._attended(queries, step)
+        attend.chunks(values, q, self.kv, self._expanded)
         return values.flatten(1)
 
-    def _queries(self, x: Normed, step: StepContext) -> Tensor:
-        """The queries in the space of latents and, behind that, their rotated part, [num_tokens,
-        num_heads, latent_dim + rope_dim]. Stores the tokens' latents and rotated keys.
-        """
+    def _projected(self, x: Normed, step: StepContext) -> tuple[Tensor, Tensor]:
+        """The queries before rotation, [num_tokens, num_heads, nope_dim + rope_dim], scaled; and
+        the latents and keys of tokens, not yet normalized and rotated, [num_tokens, latent_dim +
+        rope_dim]."""
         latent, pdl = self.latent, step.pdl
         both = self.a_proj(x, pdl=pdl)  # [num_tokens, latents or heads of queries, latents of keys]
         q, compressed = both.tensor_split([both.shape[1] - latent.key_dim], dim=1)
         if self.q_b_proj is not None and (norm := self.q_a_layernorm) is not None:
             q = self.q_b_proj(Normed(rms_norm(q, norm.weight, norm.eps, pdl=pdl)), pdl=pdl)
         q = q.view(len(q), self.num_heads, latent.query_dim)
-        unrotated, to_rotate = q.tensor_split([latent.nope_dim], dim=2)
-        queries: Tensor = q.new_empty(len(q), self.num_heads, latent.key_dim)
-        in_latents, rotated = queries.tensor_split([latent.latent_dim], dim=2)
-        of_keys, _ = self._up_by_head
-        torch.bmm(unrotated.transpose(0, 1), of_keys, out=in_latents.transpose(0, 1))
+        if step.query_scale is not None:
+            q.mul_(step.query_scale)
+        return q, compressed
+
+    def _rotate_and_store(
+        self, rotated: Tensor, to_rotate: Tensor, compressed: Tensor, step: StepContext
+    ) -> None:
+        """Rotate the queries' part ``to_rotate`` [num_tokens, num_heads, rope_dim] into
+        ``rotated``, which may be the same; store the tokens' latents and rotated keys."""
         rope_store_latents(
             rotated,
             to_rotate,
@@ -139,9 +153,36 @@ class LatentAttention(nn.Module):
             self.kv,
             norm_weight=self.kv_a_layernorm.weight,
             eps=self.kv_a_layernorm.eps,
-            pdl=pdl,
+            pdl=step.pdl,
         )
-        return queries
+
+    def _absorbed(self, q: Tensor, *, pdl: bool) -> tuple[Tensor, Tensor]:
+        """The queries in the space of latents, with room for their rotated part behind them,
+        [num_tokens, num_heads, latent_dim + rope_dim]; and a view of that room."""
+        latent, (of_keys, _) = self.latent, self._up_by_head
+        queries = q.new_empty(len(q), self.num_heads, latent.key_dim)
+        in_latents, rotated = queries.tensor_split([latent.latent_dim], dim=2)
+        head_linear(in_latents, q[..., : latent.nope_dim], of_keys.mT, pdl=pdl)
+        return queries, rotated
+
+    def _attended(self, queries: Tensor, step: StepContext) -> Tensor:
+        """The values of heads, [num_tokens, num_heads, value_dim], by queries in the space of
+        latents."""
+        attended = step.attend(queries, self.kv, self.layer)  # [num_tokens, num_heads, latent_dim]
+        values = attended.new_empty(*attended.shape[:2], self.latent.value_dim)
+        _, of_values = self._up_by_head
+        head_linear(values, attended, of_values, pdl=step.pdl)
+        return values
+
+    def _expanded(self, stored: Tensor) -> tuple[Tensor, Tensor]:
+        """The keys [num_positions, num_heads, query_dim] and values [num_positions, num_heads,
+        value_dim] of heads (``Expand``)."""
+        latent, num_heads = self.latent, self.num_heads
+        latents, rotated = stored.tensor_split([latent.latent_dim], dim=1)
+        both = F.linear(latents, self.up).view(len(stored), num_heads, -1)
+        unrotated, values = both.tensor_split([latent.nope_dim], dim=2)
+        of_heads = rotated[:, None].expand(-1, num_heads, -1)
+        return torch.cat([unrotated, of_heads], dim=2), values
 
     @property
     def _up_by_head(self) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal, TypeAlias
 
-from minisgl_backend.attention.base import AttentionShape, KVHeads
+from minisgl_backend.attention.base import AttentionShape, ExpandedHeads, KVHeads
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.experts_spec import ExpertsSpec
 from minisgl_backend.gates import Gate
@@ -266,6 +266,11 @@ class LatentSpec:
     def key_dim(self) -> int:
         """The numbers of a position in a page."""
         return self.latent_dim + self.rope_dim
+
+    @property
+    def expanded(self) -> ExpandedHeads:
+        """The keys and values of heads that are made of a latent."""
+        return ExpandedHeads(self.query_dim, self.value_dim)
 
     def num_parameters(self, num_heads: int, hidden_size: int) -> int:
         """Number of weights of a layer's projections."""
@@ -535,4 +540,5 @@ class ModelSpec:
             sinks=self.sinks,
             by_layer=by_layer if len(set(by_layer)) > 1 else (),
             latent_dim=None if self.latent is None else self.latent.latent_dim,
+            expanded=None if self.latent is None else self.latent.expanded,
         )

@@ -197,8 +197,8 @@ class Prompts:
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
         return cls(paged, paged.queries(sum(lengths)), rows, ends, offsets)
 
-    def attend(self, backend: PagedAttention) -> Tensor:
-        chunks = Chunks(
+    def chunks(self) -> Chunks:
+        return Chunks(
             rows=self.paged.int32(self.rows),
             offsets=self.paged.int32(self.offsets),
             ends=self.paged.int32(self.ends),
@@ -208,8 +208,10 @@ class Prompts:
             max_length=int(np.diff(self.offsets).max()),
             max_end=max(self.ends),
         )
+
+    def attend(self, backend: PagedAttention) -> Tensor:
         out = self.paged.empty_out(self.q)
-        backend.prefill.plan_chunks(chunks)(out, self.q, self.paged.kv, 0)
+        backend.prefill.plan_chunks(self.chunks())(out, self.q, self.paged.kv, 0)
         return out
 
     def attend_as_captured(self, backend: PagedAttention, between: Tensor) -> Tensor:

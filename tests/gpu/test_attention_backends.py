@@ -91,7 +91,7 @@ BACKENDS = {
         *[*WHOLE, *UNEVEN, *ODD, *FP8, *ODD_FP8, *SINKS, *SECTIONS, *FP8_SINKS],
         *[*LATENTS, *FP8_LATENTS],
     ],
-    "fa": [*WHOLE, *SINKS, *SECTIONS],
+    "fa": [*WHOLE, *SINKS, *SECTIONS, *LATENTS[:4]],
     "fi": [*FEWER, *FP8, *SINKS, *SECTIONS, *FP8_SINKS],
     "trtllm": [*FEWEST, *FEWEST_FP8, *SINKS, *SECTIONS],
     "sdpa": [*WHOLE, *UNEVEN, *FP8, *SINKS, *SECTIONS, *FP8_SINKS, *LATENTS, *FP8_LATENTS],

@@ -6,11 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from minisgl_backend.attention.expanded import HEADS_OF_FLASH_ATTN, FlashRagged
 from minisgl_backend.kernels import latent_attention, rope_store
 from minisgl_backend.kernels.decode_attention import decode_attention_reference
 from minisgl_backend.kernels.dispatch import is_interpreted
+from minisgl_backend.kernels.head_linear import head_linear
 from minisgl_backend.kernels.paged_kv import PagedKV
 from minisgl_backend.kernels.prefill_attention import prefill_attention_reference
+from minisgl_backend.kernels.ragged_attention import Ragged, ragged_attention_reference
 from tests.gpu.compare import assert_close
 from tests.gpu.test_kernels_attention import paged_cache
 
@@ -166,3 +169,51 @@ def test_store(
     # a value on the edge may round to the next fp8 step; the interpreter does not round to nearest
     of_fp8 = 0.2 if is_interpreted() else 0.02
     assert_close(keys, expected_keys, tolerance=8e-3 if kv_dtype is None else of_fp8)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 17, 64, 65])
+@pytest.mark.parametrize(("num_heads", "nope_dim", "latent_dim"), [(20, 192, 512), (3, 24, 40)])
+def test_head_linear(
+    device: torch.device,
+    dtype: torch.dtype,
+    num_tokens: int,
+    num_heads: int,
+    nope_dim: int,
+    latent_dim: int,
+) -> None:
+    """Into the space of latents and back, by parts of one weight."""
+    dtype = narrow_dtype(dtype)
+    up = (torch.randn(num_heads, nope_dim + 16, latent_dim, device=device) / 16).to(dtype)
+    of_keys, of_values = up[:, :nope_dim], up[:, nope_dim:]
+    q = torch.randn(num_tokens, num_heads, nope_dim + 8, device=device).to(dtype)[..., :nope_dim]
+    queries = torch.zeros(num_tokens, num_heads, latent_dim + 8, dtype=dtype, device=device)
+    head_linear(queries[..., :latent_dim], q, of_keys.mT)
+    expected = torch.einsum("thn,hnl->thl", q.float(), of_keys.float()).to(dtype)
+    assert_close(queries[..., :latent_dim], expected, tolerance=8e-3)
+    assert (queries[..., latent_dim:] == 0).all()
+    values = torch.zeros(num_tokens, num_heads, 16, dtype=dtype, device=device)
+    head_linear(values, expected, of_values)
+    expected = torch.einsum("thl,hvl->thv", expected.float(), of_values.float()).to(dtype)
+    assert_close(values, expected, tolerance=8e-3)
+
+
+@pytest.mark.skipif(is_interpreted(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("key_dim", "value_dim"), HEADS_OF_FLASH_ATTN)
+@pytest.mark.parametrize("causal", [False, True])
+def test_ragged_attention(device: torch.device, key_dim: int, value_dim: int, causal: bool) -> None:
+    """FlashAttention-3 gives what its twin gives; values are a part of wider rows, and a run has no
+    keys."""
+    library = pytest.importorskip("sgl_kernel.flash_attn")
+    of_q, of_keys = (
+        Ragged(torch.tensor(offsets, dtype=torch.int32, device=device), longest)
+        for offsets, longest in (([0, 70, 71, 300], 229), ([0, 600, 600, 900], 600))
+    )
+    q = torch.randn(300, 5, key_dim, device=device).bfloat16()
+    keys = torch.randn(900, 5, key_dim, device=device).bfloat16()
+    values = torch.randn(900, 5, value_dim + 32, device=device).bfloat16()[..., 32:]
+    (out, lses), (expected, expected_lses) = (
+        attend(q, keys, values, of_q, of_keys, scale=key_dim**-0.5, causal=causal)
+        for attend in (FlashRagged(library), ragged_attention_reference)
+    )
+    assert_close(out, expected, tolerance=1e-2)
+    torch.testing.assert_close(lses, expected_lses, atol=1e-2, rtol=1e-3)

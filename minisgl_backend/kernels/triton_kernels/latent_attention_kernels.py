@@ -302,12 +302,12 @@ def launch_latent_decode(
     """See ``minisgl_backend.kernels.latent_attention.latent_decode_attention``.
 
     ``partial``: outputs and log-sum-exps of a ``LatentWorkspace``. Block sizes, warps and stages
-    are such that registers suffice on Hopper; they were not measured.
+    were the fastest of several on an H200 in bfloat16, with 16, 20 and 128 heads.
     """
     batch_size, num_heads, _ = q.shape
     shape = _shape_of(q, kv)
     has_room = _has_room(q)
-    block, stages = (32, 3) if has_room else (16, 2)
+    block = 64 if has_room else 16
     if not has_room or shape["FP8"]:  # conversion of float8 takes registers
         block_heads = 16
     if splits > 1:
@@ -329,9 +329,9 @@ def launch_latent_decode(
         BLOCK=block,
         SPLITS=splits,
         ROWS=rows is not None,
-        STAGES=stages,
+        STAGES=2,
         PDL=pdl,
-        num_warps=8 if block_heads > 16 else 4,
+        num_warps=8 if has_room else 4,
         **launch_options(pdl),
     )
     if splits == 1:

@@ -6,6 +6,7 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -19,13 +20,20 @@ from minisgl_backend.attention.base import (
     AttentionSetting,
     AttentionShape,
     DecodeRows,
+    ExpandedHeads,
     GroupedDecode,
     KVHeads,
     LayerAttention,
     PagedAttention,
     ScheduledDecode,
 )
-from minisgl_backend.attention.latent_kernels import LatentDecode, LatentPrefill
+from minisgl_backend.attention.expanded import ExpandedPrefill
+from minisgl_backend.attention.flash_attn import FlashAttention
+from minisgl_backend.attention.latent_kernels import (
+    LatentDecode,
+    LatentDecodeByRows,
+    LatentPrefill,
+)
 from minisgl_backend.attention.own_kernels import InvariantAttention, TritonDecode, TritonPrefill
 from minisgl_backend.attention.sdpa import SdpaAttention
 from minisgl_backend.errors import ConfigError
@@ -96,10 +104,60 @@ def test_latents_have_kernels_of_their_own(dtype: torch.dtype, name: str) -> Non
     assert choice(None, shape=LATENTS, grouped=True).reads_groups, "on a CPU"
 
 
-@pytest.mark.parametrize("option", ["cuda", "fa", "fi", "trtllm", "fa,triton", "triton,cuda"])
+@pytest.mark.parametrize("option", ["cuda", "fi", "trtllm", "fi,triton", "triton,cuda"])
 def test_other_kernels_take_no_latents(option: str) -> None:
     with pytest.raises(ConfigError, match="has no kernels for the latents of this model"):
         choice(option, shape=LATENTS, device=ACCELERATOR)
+
+
+@pytest.fixture
+def pretend_flash_attn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choose, "_why_not_gpu", lambda *_: None)
+    monkeypatch.setattr(choose, "_why_not_import", lambda *_: None)
+    monkeypatch.setattr(choose, "_library_of_flash_attn", lambda: ModuleType("flash_attn"))
+
+
+@pytest.mark.usefixtures("pretend_flash_attn")
+def test_flash_attention_over_latents() -> None:
+    shape = replace(LATENTS, expanded=ExpandedHeads(256, 256))
+    default = choice(None, shape=shape, device=ACCELERATOR)
+    assert default.name == "fa,triton+fa"
+    assert default.can_capture and default.captures_chunks
+    assert isinstance(default.prefill, FlashAttention)
+    assert isinstance(default.decode, LatentDecodeByRows)
+    assert isinstance(default.expansion, ExpandedPrefill)
+    in_float8 = choice(None, shape=shape, kv_dtype=torch.float8_e4m3fn, device=ACCELERATOR)
+    assert in_float8.name == "triton" and isinstance(in_float8.expansion, ExpandedPrefill)
+    named = choice("triton", shape=shape, device=ACCELERATOR)
+    assert isinstance(named.decode, LatentDecode) and named.expansion is None
+    assert choice("fa", shape=shape, device=ACCELERATOR).name == "fa"
+
+
+@pytest.mark.usefixtures("pretend_flash_attn")
+def test_heads_that_flash_attention_does_not_know() -> None:
+    shape = replace(LATENTS, expanded=ExpandedHeads(96, 64))
+    assert choice(None, shape=shape, device=ACCELERATOR).expansion is None
+    shape = replace(LATENTS, head_dim=544)
+    assert choice(None, shape=shape, device=ACCELERATOR).name == "triton"
+    with pytest.raises(ConfigError, match="fa has no kernels for latents of this size"):
+        choice("fa", shape=shape, device=ACCELERATOR)
+
+
+@pytest.mark.parametrize(("num_rows", "backend"), [(1, "few"), (4, "few"), (5, "many")])
+def test_few_rows_are_decoded_by_another_backend(num_rows: int, backend: str) -> None:
+    class Named:
+        def __init__(self, name: str) -> None:
+            self._name = name
+
+        def plan_rows(self, rows: DecodeRows) -> LayerAttention:
+            chosen.append(self._name)
+            return lambda out, q, kv, layer: None
+
+    chosen: list[str] = []
+    numbers = torch.ones(num_rows, dtype=torch.int32)
+    rows = DecodeRows(rows=numbers, lengths=numbers, page_table=torch.zeros(8, 1))
+    LatentDecodeByRows(Named("few"), Named("many")).plan_rows(rows)
+    assert chosen == [backend]
 
 
 def test_latents_have_to_fit_into_a_tile() -> None:

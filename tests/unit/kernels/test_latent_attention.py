@@ -26,10 +26,10 @@ def test_tiles_waste_no_heads() -> None:
     [
         (1, 16, MAX_SPLITS),
         (1, 20, MAX_SPLITS),
-        (8, 20, 16),
-        (8, 128, 16),
-        (33, 16, 8),
-        (150, 20, 1),
+        (8, 20, 8),
+        (8, 128, 8),
+        (33, 16, 4),
+        (64, 20, 1),
     ],
 )
 def test_splits_fill_the_processors(batch_size: int, num_heads: int, expected: int) -> None:

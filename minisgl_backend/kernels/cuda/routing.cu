@@ -13,7 +13,8 @@
 // otherwise their softmax), NORMALIZE (the weights of the chosen experts sum to 1), SIZE (of the hidden states), WIDE
 // (logits are float32; otherwise bfloat16), SCALED (weights are multiplied by a factor of the expert), and SHARED
 // (`router`: the expert after all others is every token's last choice, with the sigmoid of a logit of its own as its
-// weight).
+// weight). GROUPS of neighbouring experts, if more than one: only the TOP_GROUPS count whose BEST_OF_GROUP best experts
+// have the highest sums.
 
 #include "empty_words.cuh"
 
@@ -28,6 +29,7 @@ constexpr int WIDTH = BLOCK ? BLOCK : 1;
 
 static_assert(EXPERTS <= THREADS && CHOICES <= 32 && TOP_K <= EXPERTS, "");
 static_assert(!SHARED || (WIDE && BLOCK == 0), "");
+static_assert(GROUPS <= 32 && EXPERTS % GROUPS == 0 && TOP_GROUPS <= GROUPS, "");
 
 struct Arguments {
     const u16* x;           // [num_tokens, SIZE], for `router`
@@ -123,6 +125,10 @@ __device__ __forceinline__ u32 ordered(float x) {
     return bits & 0x80000000 ? ~bits : bits | 0x80000000;
 }
 
+__device__ __forceinline__ float number_of(u32 ordered) {
+    return __uint_as_float(ordered & 0x80000000 ? ordered ^ 0x80000000 : ~ordered);
+}
+
 // The factor that completes the norm of a token's hidden states.
 __device__ __forceinline__ float norm_factor(const Arguments& args, int token) {
     if (!args.squares) return 1;
@@ -134,6 +140,45 @@ __device__ __forceinline__ float norm_factor(const Arguments& args, int token) {
     if (lane == 0) args.factors[token] = factor;
     return factor;
 }
+
+#if GROUPS > 1
+// Sets the keys of all experts whose group does not count to 0. A lane's keys are those of its experts, as in `Logits`.
+__device__ __forceinline__ void leave_out_groups(u32 (&keys)[OF_LANE]) {
+    const int lane = threadIdx.x % 32;
+    const auto group_of = [&](int i) { return (32 * i + lane) / (EXPERTS / GROUPS); };
+    u32 own = 0;   // of the group whose number is the lane's
+#pragma unroll
+    for (int group = 0; group < GROUPS; ++group) {
+        u32 left[OF_LANE];
+#pragma unroll
+        for (int i = 0; i < OF_LANE; ++i) left[i] = group_of(i) == group ? keys[i] : 0;
+        float total = 0;
+#pragma unroll
+        for (int best = 0; best < BEST_OF_GROUP; ++best) {
+            u32 key = 0;
+#pragma unroll
+            for (int i = 0; i < OF_LANE; ++i) key = max(key, left[i]);
+            const u32 most = __reduce_max_sync(ALL, key);
+            total += number_of(most);
+            bool gives = lane == __ffs(__ballot_sync(ALL, key == most)) - 1;   // a single one of equal keys
+#pragma unroll
+            for (int i = 0; i < OF_LANE; ++i)
+                if (gives && left[i] == most) left[i] = 0, gives = false;
+        }
+        if (lane == group) own = ordered(total);
+    }
+    int before = 0;   // groups that are better than this lane's
+#pragma unroll
+    for (int group = 0; group < GROUPS; ++group) {
+        const u32 other = __shfl_sync(ALL, own, group);
+        before += other > own || (other == own && group < lane);
+    }
+    const u32 counting = __ballot_sync(ALL, lane < GROUPS && before < TOP_GROUPS);
+#pragma unroll
+    for (int i = 0; i < OF_LANE; ++i)
+        if (!(counting >> group_of(i) & 1)) keys[i] = 0;
+}
+#endif
 
 __device__ __forceinline__ void choose(const Arguments& args, int token, const Logits& logits, float factor) {
     const int lane = threadIdx.x % 32;
@@ -162,6 +207,9 @@ __device__ __forceinline__ void choose(const Arguments& args, int token, const L
         const float compared = args.correction && expert < EXPERTS ? scores[i] + args.correction[expert] : scores[i];
         keys[i] = expert < EXPERTS ? ordered(compared) : 0;
     }
+#if GROUPS > 1
+    leave_out_groups(keys);
+#endif
     int id = 0;          // of this lane's choice
     float weight = 0;
     for (int choice = 0; choice < TOP_K; ++choice) {

@@ -102,6 +102,9 @@ class RoutingKernel:
             "WIDE": wide,
             "SCALED": rule.scaled,
             "SHARED": False,
+            "GROUPS": rule.num_groups if rule.limits_groups else 1,
+            "TOP_GROUPS": rule.top_groups if rule.limits_groups else 1,
+            "BEST_OF_GROUP": rule.best_of_group,
         }
         self._rule, self._held, self.top_k = rule, held, rule.top_k
 

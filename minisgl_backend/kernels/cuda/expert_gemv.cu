@@ -26,7 +26,7 @@ constexpr int TILES_OF_EXPERT = (HEIGHT + 127) / 128 * 2;   // that have scales
 constexpr int WORDS_OF_TILE = (SIZE + 255) / 256 * 2 * WORDS;
 constexpr int CODES_OF_WARP = UNITS * 2 * 32;               // 16 bytes each
 constexpr int ROUNDS = (BATCHES + WARPS - 1) / WARPS;       // batches of a warp
-constexpr bool READS_TOKENS = GATED || GATE == SQUARED_RELU;   // the first of both products; the other reads its rows
+constexpr bool READS_TOKENS = GATED || GATE == SQUARED_RELU;   // it is the first of both products
 constexpr int OUT_FEATURES = GATED ? HEIGHT / 2 : HEIGHT;
 constexpr int OUT_ROWS = GATED ? ROWS / 2 : ROWS;           // that a thread block writes
 constexpr int TO_ROW_8 = GATED ? OUT_FEATURES : 8;          // from the first 8 rows of a thread block to the others

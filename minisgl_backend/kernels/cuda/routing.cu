@@ -119,14 +119,14 @@ __device__ __forceinline__ float largest(float x) {
     return x;
 }
 
-// Maps floats to positive integers in the same order.
+// Maps floats to positive integers in the same order; `number_of` maps these back.
 __device__ __forceinline__ u32 ordered(float x) {
     const u32 bits = __float_as_uint(x);
     return bits & 0x80000000 ? ~bits : bits | 0x80000000;
 }
 
-__device__ __forceinline__ float number_of(u32 ordered) {
-    return __uint_as_float(ordered & 0x80000000 ? ordered ^ 0x80000000 : ~ordered);
+__device__ __forceinline__ float number_of(u32 key) {
+    return __uint_as_float(key & 0x80000000 ? key ^ 0x80000000 : ~key);
 }
 
 // The factor that completes the norm of a token's hidden states.
@@ -142,11 +142,11 @@ __device__ __forceinline__ float norm_factor(const Arguments& args, int token) {
 }
 
 #if GROUPS > 1
-// Sets the keys of all experts whose group does not count to 0. A lane's keys are those of its experts, as in `Logits`.
+// Sets the keys of experts whose group does not count to 0. A lane has those of the experts that it has in `Logits`.
 __device__ __forceinline__ void leave_out_groups(u32 (&keys)[OF_LANE]) {
     const int lane = threadIdx.x % 32;
     const auto group_of = [&](int i) { return (32 * i + lane) / (EXPERTS / GROUPS); };
-    u32 own = 0;   // of the group whose number is the lane's
+    u32 own = 0;   // the key of the group whose number is the lane's
 #pragma unroll
     for (int group = 0; group < GROUPS; ++group) {
         u32 left[OF_LANE];

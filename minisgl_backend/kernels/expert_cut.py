@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from math import gcd
 from typing import Final, TypeAlias
 
-from minisgl_backend.experts_spec import ExpertsSpec
+from minisgl_backend.experts_spec import RoutingRule
 from minisgl_backend.kernels.linear_cut import CODES_BLOCK, PLAIN, Numbers
 from minisgl_backend.kernels.shared_memory import OF_HOPPER, most_bytes
 from minisgl_backend.weight_format import Encoding, WeightFormat
@@ -167,13 +167,11 @@ def cut_of(
     )
 
 
-def knows(spec: ExpertsSpec) -> bool:
-    """Whether the kernels know everything that such experts compute. They do not know weights of
-    choices that multiply inputs, and routers with too many experts, choices or groups."""
-    rule = spec.routing
+def knows(rule: RoutingRule) -> bool:
+    """Whether the kernels can choose by this rule: not from too many experts or groups, and not too
+    many of them."""
     few = rule.num_experts <= _MAX_EXPERTS and rule.top_k <= _MAX_CHOICES
-    few_groups = not rule.limits_groups or rule.num_groups <= _MAX_GROUPS
-    return few and few_groups and not spec.scales_inputs
+    return few and (not rule.limits_groups or rule.num_groups <= _MAX_GROUPS)
 
 
 def fits(

@@ -90,8 +90,7 @@ class ExpertMemory(nn.Module):
         if shared is None or (self.form is not None and not takes_experts(self.form)):
             return False
         matrices = shared.gate_up_proj.matrix, shared.down_proj.matrix
-        of_down = matrices[1].out_features, matrices[1].in_features
-        return of_down == (self.outer.size, self.inner.size) and all(
+        return matrices[1].in_features == self.inner.size and all(
             isinstance(matrix, DenseMatrix)
             if self.form is None
             else isinstance(matrix, QuantizedMatrix)

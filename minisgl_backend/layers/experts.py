@@ -106,12 +106,18 @@ class ExpertsMLP(nn.Module):
             group=group,
             matrices=matrices,
             whole_experts=whole_experts,
-            shared=self.shared if fused and isinstance(self.shared, GatedMLP) else None,
+            shared=self._like_experts() if fused else None,
         )
         self._kernels: ExpertsKernels | None = None
         self._router_extras = NO_EXTRAS  # as these kernels take them
         self._packed: ExpertWeights | None = None
         self._most_half_done = 0  # up to this many tokens the next reader takes half-done norms
+
+    def _like_experts(self) -> GatedMLP | None:
+        """The MLP that all tokens take, unless it reads other rows or computes something else than
+        experts do."""
+        is_alike = self.into_latent is None and not self.spec.scales_inputs
+        return self.shared if is_alike and isinstance(self.shared, GatedMLP) else None
 
     def lay_out(self) -> None:
         """Called before weights are loaded."""
@@ -132,7 +138,7 @@ class ExpertsMLP(nn.Module):
         permuted for these kernels."""
         memory, is_gated = self.memory, self.spec.gate is not None
         sizes = memory.outer.size, memory.inner.size
-        if not expert_cut.knows(self.spec):
+        if not expert_cut.knows(self.spec.routing):
             return
         if not expert_cut.fits(*sizes, memory.form, gated=is_gated):
             return
@@ -157,6 +163,7 @@ class ExpertsMLP(nn.Module):
             hidden_size=self._hidden.size,
             wide=self.router.is_wide,
             shared=memory.has_shared,
+            scales_inputs=self.spec.scales_inputs,
         )
 
     @property

@@ -498,10 +498,11 @@ def test_routing_that_limits_groups(
             check_alignment(routed, block)
     logits = torch.zeros(2, num_experts, device=device)
     logits[1] = torch.nan
+    no_extras = RouterExtras(correction=logits[0] if rule.corrected else None)
     first = torch.arange(rule.top_k, device=device)
     first = torch.where((first >= held[0]) & (first < held[1]), first - held[0], -1)
     for _ in range(2):  # the second launch finds the counters as the first one left them
-        routed = kernel(logits, block=block)
+        routed = kernel(logits, no_extras, block=block)
         assert (routed.choices.ids == first).all()
         check_alignment(routed, block)
 
@@ -849,6 +850,42 @@ def test_routing_by_corrected_scores(
     for routed in ways:
         assert torch.equal(routed.choices.ids.long(), expected.ids)
         assert_close(routed.choices.weights, expected.weights.float())
+
+
+@needs_hopper
+@pytest.mark.parametrize("num_tokens", [1, 8, 9, 300])
+@pytest.mark.parametrize("half_done", [False, True])
+@pytest.mark.parametrize("block", [0, 8, 128])
+def test_routing_whose_weights_scale_inputs(
+    device: torch.device, num_tokens: int, half_done: bool, block: int
+) -> None:
+    """Weights are factors of rows, beside those that complete a norm. Logits are compared, as many
+    sigmoids round to 1."""
+    from minisgl_backend.kernels.cuda.routing import RoutingKernel
+
+    rule, size = RoutingRule(num_experts=16, top_k=1, normalize=False, sigmoid=True), 512
+    few = [] if block == 128 else [block]
+    kernel = RoutingKernel(
+        rule, (0, 16), size, device, wide=True, blocks=[block], few=few, scales_inputs=True
+    )
+    x = torch.randn(num_tokens, size, device=device).bfloat16()
+    weight = torch.randn(16, size, device=device).bfloat16()
+    squares, factors = None, torch.ones(num_tokens, device=device)
+    if half_done:
+        squares = torch.rand(16, num_tokens, device=device) * size / 8
+        factors = (squares.sum(0) / size + 1e-6).rsqrt()
+    exact = F.linear(x.double(), weight.double()) * factors[:, None]
+    expected = choose(exact, rule)
+    logits = torch.mm(x, weight.t(), out_dtype=torch.float32)
+    ways = [kernel(logits, block=block, squares=squares, eps=1e-6)]
+    if kernel.takes_rows(num_tokens, weight, block=block):
+        ways.append(kernel.of_rows(x, weight, block=block, squares=squares, eps=1e-6))
+    assert len(ways) == (2 if num_tokens <= 8 and few else 1)
+    for routed in ways:
+        assert torch.equal(routed.choices.ids.long(), expected.ids)
+        assert (routed.choices.weights == 1).all() and routed.factors is not None
+        assert_close(routed.factors, factors * expected.weights[:, 0].float())
+        check_alignment(routed, block)
 
 
 @needs_hopper

@@ -148,10 +148,12 @@ class ExpertsKernels:
         hidden_size: int,
         wide: bool,
         shared: bool = False,
+        scales_inputs: bool = False,
     ) -> None:
         """``gate_up`` and ``down`` are the shapes of the weights of all experts held, ``kinds``
         their kinds if they are packed. The router reads rows of ``hidden_size``, which experts with
-        a latent do not. ``held``, ``wide`` and ``shared``: see ``RoutingKernel``."""
+        a latent do not. ``held``, ``wide``, ``shared`` and ``scales_inputs``: see
+        ``RoutingKernel``."""
         of_gate_up, of_down = kinds or (None, None)
         self._encoding = None if of_down is None else of_down.encoding
         self._num_experts = rule.num_experts
@@ -184,7 +186,15 @@ class ExpertsKernels:
             self._cut(num_tokens * rule.top_k).tokens for num_tokens in range(1, MOST_TOKENS + 1)
         }
         self._route = RoutingKernel(
-            rule, held, hidden_size, device, wide=wide, blocks=blocks, few=[0, *few], shared=shared
+            rule,
+            held,
+            hidden_size,
+            device,
+            wide=wide,
+            blocks=blocks,
+            few=[0, *few],
+            shared=shared,
+            scales_inputs=scales_inputs,
         )
 
     def _cut(self, num_pairs: int) -> ExpertCut:

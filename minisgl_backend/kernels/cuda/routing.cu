@@ -11,10 +11,11 @@
 //
 // Compiled with: EXPERTS (up to 1024), TOP_K, BLOCK (0: nothing is sorted), SIGMOID (scores are sigmoids of logits;
 // otherwise their softmax), NORMALIZE (the weights of the chosen experts sum to 1), SIZE (of the hidden states), WIDE
-// (logits are float32; otherwise bfloat16), SCALED (weights are multiplied by a factor of the expert), and SHARED
-// (`router`: the expert after all others is every token's last choice, with the sigmoid of a logit of its own as its
-// weight). GROUPS of neighbouring experts, if more than one: only the TOP_GROUPS count whose BEST_OF_GROUP best experts
-// have the highest sums.
+// (logits are float32; otherwise bfloat16), CORRECTED (scores are compared after a correction of the expert is added),
+// SCALED (weights are multiplied by a factor of the expert), SCALES_INPUTS (a token's only weight multiplies its hidden
+// states instead), and SHARED (`router`: the expert after all others is every token's last choice, with the sigmoid of a
+// logit of its own as its weight). GROUPS of neighbouring experts, if more than one: only the TOP_GROUPS count whose
+// BEST_OF_GROUP best experts have the highest sums.
 
 #include "empty_words.cuh"
 
@@ -26,9 +27,11 @@ constexpr int OF_LANE = (EXPERTS + 31) / 32;
 constexpr int LOGITS = EXPERTS + SHARED;    // per token
 constexpr int CHOICES = TOP_K + SHARED;
 constexpr int WIDTH = BLOCK ? BLOCK : 1;
+constexpr bool BY_LOGITS = SIGMOID && !CORRECTED && GROUPS == 1;    // which differ even if their sigmoids round to 1
 
 static_assert(EXPERTS <= THREADS && CHOICES <= 32 && TOP_K <= EXPERTS, "");
 static_assert(!SHARED || (WIDE && BLOCK == 0), "");
+static_assert(!SCALES_INPUTS || (TOP_K == 1 && !SHARED), "");
 static_assert(GROUPS <= 32 && EXPERTS % GROUPS == 0 && TOP_GROUPS <= GROUPS, "");
 
 struct Arguments {
@@ -37,10 +40,11 @@ struct Arguments {
     const u16* shared_gate; // [SIZE], if SHARED; without it, the shared expert's weight is 1
     void* logits;           // [num_tokens, LOGITS]; for `router` float32, and EMPTY between launches
     const float* bias;      // [EXPERTS], added to logits once the norm is complete; or null
-    const float* correction;    // [EXPERTS], added to scores only to compare them; or null
+    const float* correction;    // [EXPERTS], if CORRECTED
     const float* expert_factors;   // [EXPERTS], of weights, if SCALED
     const float* squares;   // [square_tiles, num_tokens] of hidden states whose norm is half done; or null
-    float* factors;         // [num_tokens]: what completes the norm, if there are squares
+    float* factors;         // [num_tokens], of hidden states: what completes the norm, if there are squares, times the
+                            // token's weight, if it SCALES_INPUTS
     int* ids;               // [num_tokens, CHOICES], counted among the experts held; -1 for others
     float* weights;         // [num_tokens, CHOICES]
     int* pairs;             // [num_blocks, BLOCK]: token * TOP_K + choice; num_tokens * TOP_K for none
@@ -196,6 +200,7 @@ __device__ __forceinline__ void choose(const Arguments& args, int token, const L
     if (!SIGMOID) most = largest(most);
 #pragma unroll
     for (int i = 0; i < OF_LANE; ++i) {
+        if (BY_LOGITS) keys[i] = ordered(scores[i]);
         scores[i] = SIGMOID ? 1 / (1 + __expf(-scores[i])) : __expf(scores[i] - most);
         total += scores[i];
     }
@@ -204,8 +209,9 @@ __device__ __forceinline__ void choose(const Arguments& args, int token, const L
     for (int i = 0; i < OF_LANE; ++i) {
         const int expert = 32 * i + lane;
         scores[i] *= inverse;
-        const float compared = args.correction && expert < EXPERTS ? scores[i] + args.correction[expert] : scores[i];
-        keys[i] = expert < EXPERTS ? ordered(compared) : 0;
+        const float compared = CORRECTED && expert < EXPERTS ? scores[i] + args.correction[expert] : scores[i];
+        if (!BY_LOGITS) keys[i] = ordered(compared);
+        if (expert >= EXPERTS) keys[i] = 0;
     }
 #if GROUPS > 1
     leave_out_groups(keys);
@@ -240,7 +246,8 @@ __device__ __forceinline__ void choose(const Arguments& args, int token, const L
         const bool is_held = id >= 0 && id < args.held;
         args.ids[token * CHOICES + lane] = is_held ? id : -1;
         if (MANY && is_held) atomicAdd(args.counts + id, 1);
-        args.weights[token * CHOICES + lane] = weight * by;
+        args.weights[token * CHOICES + lane] = SCALES_INPUTS ? 1 : weight * by;
+        if (SCALES_INPUTS) args.factors[token] = factor * weight * by;
     }
     if (SHARED && lane == TOP_K) {
         args.ids[token * CHOICES + TOP_K] = args.held;

@@ -239,9 +239,8 @@ class ExpertsKernels:
         complete, or otherwise ``x``. ``router`` is the router's weight; ``extras`` as
         ``RoutingKernel`` takes them. ``logits`` computes its logits, [num_tokens, num_experts], if
         no kernel here does; its argument says whether it adds the bias, which it does only if the
-        norm is complete.
-        ``with_shared`` all tokens also take the last expert: it is one more choice. Its weight is 1
-        or, with a ``shared_gate`` [hidden_size], the sigmoid.
+        norm is complete. ``with_shared`` all tokens also take the last expert: it is one more
+        choice. Its weight is 1 or, with a ``shared_gate`` [hidden_size], the sigmoid.
         """
         assert routed is None or (squares is None and not with_shared)
         path, route = self._path(len(x)), self._route

@@ -116,6 +116,10 @@ class ExpertsSpec:
     def num_experts(self) -> int:
         return self.routing.num_experts
 
+    def outer_size(self, hidden_size: int) -> int:
+        """How many numbers experts read and write."""
+        return self.latent_size or hidden_size
+
     def num_weights(self, hidden_size: int) -> int:
         """Number of weights of experts, router and projections around them."""
         return self._weights_with(self.num_experts, hidden_size)

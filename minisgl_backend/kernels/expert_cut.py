@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from math import gcd
 from typing import Final, TypeAlias
 
-from minisgl_backend.experts_spec import ExpertsSpec
-from minisgl_backend.kernels.linear_cut import BLOCK, CODES_BLOCK, Numbers
+from minisgl_backend.experts_spec import RoutingRule
+from minisgl_backend.kernels.linear_cut import CODES_BLOCK, PLAIN, Numbers
 from minisgl_backend.kernels.shared_memory import OF_HOPPER, most_bytes
 from minisgl_backend.weight_format import Encoding, WeightFormat
 
@@ -22,16 +22,15 @@ _MAX_EXPERTS: Final = 1024
 _MAX_CHOICES: Final = 32
 """The most experts from which ``cuda/routing.cu`` can choose, and the most that it can choose."""
 
+_MAX_GROUPS: Final = 32
+"""The most groups of experts of which it can leave out some."""
+
 MOST_READ_AGAIN: Final = 40 * 2**20
 """The most bytes of a shared expert that rows after the first may read again; above that, separate
 kernels are faster. Measured with GLM-4.5-Air in bfloat16 and FP8."""
 
-_PLAIN_FEATURES: Final = 128
-"""Features per tile of plain weights, whose matrices have a multiple of them."""
-
 _ALIGNED: Final = 16
-"""A matrix of codes has a multiple of this number of rows, and a row a multiple of this number of
-bytes."""
+"""A matrix has a multiple of this number of rows, and a row a multiple of this number of bytes."""
 
 _LEAST_GROUP: Final = 32
 """A scale is shared by a multiple of this number of in_features."""
@@ -168,38 +167,42 @@ def cut_of(
     )
 
 
-def knows(spec: ExpertsSpec) -> bool:
-    """Whether the kernels know everything that such experts compute. They do not know experts
-    without gates or with a latent, weights of choices that multiply inputs, routers that
-    limit groups, and routers with too many experts or choices."""
-    rule = spec.routing
+def knows(rule: RoutingRule) -> bool:
+    """Whether the kernels can choose by this rule: not from too many experts or groups, and not too
+    many of them."""
     few = rule.num_experts <= _MAX_EXPERTS and rule.top_k <= _MAX_CHOICES
-    others = spec.gate is None or spec.latent_size is not None
-    return few and not (others or rule.limits_groups or spec.scales_inputs)
+    return few and (not rule.limits_groups or rule.num_groups <= _MAX_GROUPS)
 
 
-def fits(hidden_size: int, inner_size: int, form: WeightFormat | None) -> bool:
-    """Whether there are kernels for weights of these sizes and this format; ``inner_size`` is that
-    of a rank's part, and None stands for bfloat16."""
-    matrices = (2 * inner_size, hidden_size), (hidden_size, inner_size)
-    if form is None:
-        return all(height % _PLAIN_FEATURES == 0 and size % BLOCK == 0 for height, size in matrices)
-    if form.reorders:
-        return False
-    unit, group = _ALIGNED * 8 // form.encoding.bits, form.block[1]
+def fits(
+    outer_size: int, inner_size: int, form: WeightFormat | None, *, gated: bool = True
+) -> bool:
+    """Whether there are kernels for weights of these sizes and this format. ``outer_size`` is that
+    of what experts read and write, ``inner_size`` that of a rank's part; None stands for bfloat16.
+    """
+    group = None
+    if form is not None:
+        if form.reorders:
+            return False
+        group = form.block[1]
+    unit = _ALIGNED * 8 // (PLAIN.bits if form is None else form.encoding.bits)
     return all(
         height % _ALIGNED == 0
         and size % unit == 0
         and (group is None or gcd(group, size) % _LEAST_GROUP == 0)
-        for height, size in matrices
+        for height, size in _matrices(outer_size, inner_size, gated)
     )
 
 
-def fits_many(hidden_size: int, inner_size: int) -> bool:
-    """Whether ``MANY`` can take weights of these sizes; ``inner_size`` is that of a rank's part."""
-    matrices = (2 * inner_size, hidden_size), (hidden_size, inner_size)
+def fits_many(outer_size: int, inner_size: int, *, gated: bool = True) -> bool:
+    """Whether ``MANY`` can take weights of these sizes, which are those of ``fits``."""
     return all(
         # with a single block the kernel's registers spill
         height % MANY.features == 0 and size % CODES_BLOCK == 0 and size > CODES_BLOCK
-        for height, size in matrices
+        for height, size in _matrices(outer_size, inner_size, gated)
     )
+
+
+def _matrices(outer_size: int, inner_size: int, gated: bool) -> tuple[tuple[int, int], ...]:
+    """The rows and in_features of both matrices of an expert."""
+    return ((2 if gated else 1) * inner_size, outer_size), (outer_size, inner_size)

@@ -37,10 +37,11 @@ _COLUMNS: Final = 256
 class ExpertWeights:
     """The weights of the experts that a rank holds.
 
-    ``gate_up`` [num_experts, 2 * intermediate_size, hidden_size], gates first, or without a
-    ``gate`` [num_experts, intermediate_size, hidden_size]; ``down`` [num_experts, hidden_size,
-    intermediate_size]; biases of the same shapes without the last dimension. Only the kernels of
-    ``cuda.expert_layers`` take packed weights.
+    ``gate_up`` [num_experts, 2 * intermediate_size, outer_size], gates first, or without a ``gate``
+    [num_experts, intermediate_size, outer_size]; ``down`` [num_experts, outer_size,
+    intermediate_size]; biases of the same shapes without the last dimension. The outer size is that
+    of hidden states or of their latent. Only the kernels of ``cuda.expert_layers`` take packed
+    weights.
     """
 
     gate_up: Tensor | QuantizedWeight | PackedWeight
@@ -77,7 +78,7 @@ class ExpertWeights:
         assert isinstance(self.gate_up, QuantizedWeight) and isinstance(self.down, QuantizedWeight)
         return replace(
             self,
-            gate_up=pack_experts(self.gate_up, gated=True),
+            gate_up=pack_experts(self.gate_up, gated=self.gate is not None),
             down=pack_experts(self.down, gated=False),
         )
 
@@ -114,6 +115,10 @@ class SharedOutput:
         if squares is not None:
             logits *= scales_of_squares(squares, x.shape[1], eps)
         return rows * logits.sigmoid()[:, None]
+
+    def added_to(self, part: Tensor) -> Tensor:
+        """The sum with ``part`` [num_tokens, hidden_size], of its dtype, rounded once."""
+        return part + self.rows if self.opening is None else (part + self.opened()).to(part.dtype)
 
 
 def fused_experts(

@@ -45,7 +45,7 @@ _MANY_WARPS: Final = 20
 the weight under way."""
 
 _MOST_CHOICES: Final = 16
-"""The most choices of all tokens by weights in codes: an expert's weight is read again for each
+"""The most choices of several tokens by weights in codes: an expert's weight is read again for each
 choice. Measured with the 32 experts of gpt-oss-20b."""
 
 _MOST_TOKENS: Final = 4
@@ -148,7 +148,9 @@ def are_few(num_tokens: int, num_choices: int, encoding: Encoding | None) -> boo
     """Whether ``cuda/expert_gemv.cu`` is the fastest for ``num_tokens``, which have ``num_choices``
     together, not counting an expert that all of them take. The weights are in ``encoding``; None
     stands for plain ones."""
-    return num_tokens <= _MOST_TOKENS if encoding is None else num_choices <= _MOST_CHOICES
+    if encoding is None:
+        return num_tokens <= _MOST_TOKENS
+    return num_tokens == 1 or num_choices <= _MOST_CHOICES
 
 
 def takes_experts(form: WeightFormat) -> bool:

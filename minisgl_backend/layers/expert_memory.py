@@ -37,7 +37,7 @@ class ExpertMemory(nn.Module):
     def __init__(
         self,
         name: str,
-        hidden_size: int,
+        outer_size: int,
         spec: ExpertsSpec,
         *,
         group: Group,
@@ -45,9 +45,10 @@ class ExpertMemory(nn.Module):
         whole_experts: bool,
         shared: GatedMLP | None,
     ):
-        """``name`` is that of all experts in the checkpoint. There is room for ``shared``, an MLP
-        that all tokens take, as the last expert, if it is like the others (``has_shared``). Raises
-        ``ConfigError`` if the experts, or their features, cannot be split over the ranks."""
+        """``name`` is that of all experts in the checkpoint; they read and write ``outer_size``
+        numbers. There is room for ``shared``, an MLP that all tokens take, as the last expert, if
+        it is like the others (``has_shared``). Raises ``ConfigError`` if the experts, or their
+        features, cannot be split over the ranks."""
         super().__init__()
         self._name, self._interleaved = name, spec.interleaved
         num_experts, inner_size = spec.num_experts, spec.intermediate_size
@@ -57,7 +58,7 @@ class ExpertMemory(nn.Module):
         else:
             self.held = Share(num_experts, 0, num_experts)
             self.inner = even_share(inner_size, group, "moe_intermediate_size")
-        self.outer = Share(hidden_size, 0, hidden_size)
+        self.outer = Share(outer_size, 0, outer_size)
         names = (
             ("up_proj", "down_proj") if spec.gate is None else ("gate_proj", "up_proj", "down_proj")
         )
@@ -78,9 +79,9 @@ class ExpertMemory(nn.Module):
         parts = [(0, inner), (inner.size, inner)] if spec.gate is not None else [(0, inner)]
         width = len(parts) * inner.size
         self.gate_up = _memory_of(kept, of_gate_up, parts, outer, width, more=more)
-        self.down = _memory_of(kept, of_down, [(0, outer)], inner, hidden_size, more=more)
+        self.down = _memory_of(kept, of_down, [(0, outer)], inner, outer_size, more=more)
         self.gate_up_bias = empty_parameter(self.held.size, width) if spec.biases else None
-        self.down_bias = empty_parameter(self.held.size, hidden_size) if spec.biases else None
+        self.down_bias = empty_parameter(self.held.size, outer_size) if spec.biases else None
         self._gate = spec.gate
 
     def _is_alike(self, shared: GatedMLP | None) -> bool:

@@ -90,27 +90,34 @@ class ExpertsMLP(nn.Module):
         self.into_latent: MergedColumnLinear | None = None
         self.from_latent: MergedColumnLinear | None = None
         self._hidden = Share(hidden_size, 0, hidden_size)
-        if (latent_size := spec.latent_size) is not None:
-            latent = Share(latent_size, 0, latent_size)
+        outer_size = spec.outer_size(hidden_size)
+        if spec.latent_size is not None:
+            latent = Share(outer_size, 0, outer_size)
             self.into_latent = MergedColumnLinear(
                 name, hidden_size, {"fc1_latent_proj": latent}, bias=False, matrices=matrices
             )
             self.from_latent = MergedColumnLinear(
-                name, latent_size, {"fc2_latent_proj": self._hidden}, bias=False, matrices=matrices
+                name, outer_size, {"fc2_latent_proj": self._hidden}, bias=False, matrices=matrices
             )
         self.memory = ExpertMemory(
             f"{name}.experts",
-            latent_size or hidden_size,
+            outer_size,
             spec,
             group=group,
             matrices=matrices,
             whole_experts=whole_experts,
-            shared=self.shared if fused and isinstance(self.shared, GatedMLP) else None,
+            shared=self._like_experts() if fused else None,
         )
         self._kernels: ExpertsKernels | None = None
         self._router_extras = NO_EXTRAS  # as these kernels take them
         self._packed: ExpertWeights | None = None
         self._most_half_done = 0  # up to this many tokens the next reader takes half-done norms
+
+    def _like_experts(self) -> GatedMLP | None:
+        """The MLP that all tokens take, unless it reads other rows or computes something else than
+        experts do."""
+        is_alike = self.into_latent is None and not self.spec.scales_inputs
+        return self.shared if is_alike and isinstance(self.shared, GatedMLP) else None
 
     def lay_out(self) -> None:
         """Called before weights are loaded."""
@@ -129,10 +136,11 @@ class ExpertsMLP(nn.Module):
         """Compute all steps by kernels for Hopper if there are any for these weights, which must be
         bfloat16 or kept in a format that fits (``kernels.expert_cut``). Loaded codes are then
         permuted for these kernels."""
-        memory = self.memory
-        if not expert_cut.knows(self.spec):
+        memory, is_gated = self.memory, self.spec.gate is not None
+        sizes = memory.outer.size, memory.inner.size
+        if not expert_cut.knows(self.spec.routing):
             return
-        if not expert_cut.fits(memory.outer.size, memory.inner.size, memory.form):
+        if not expert_cut.fits(*sizes, memory.form, gated=is_gated):
             return
         if memory.has_shared:
             assert isinstance(self.shared, GatedMLP)
@@ -146,21 +154,23 @@ class ExpertsMLP(nn.Module):
             factors=None if factors is None else factors.float(),
         )
         weights = self.weights
-        assert weights.gate is not None
         self._kernels = make.kernels(
             self.spec.routing,
             (memory.held.start, memory.held.end),
             *weights.shapes,
             kinds=weights.kinds,
             gate=weights.gate,
+            hidden_size=self._hidden.size,
             wide=self.router.is_wide,
             shared=memory.has_shared,
+            scales_inputs=self.spec.scales_inputs,
         )
 
     @property
     def has_half_norms(self) -> bool:
         """Whether the input's norm may be half done (``Normed``)."""
-        return self._kernels is not None and self.router.fits_tensor_cores
+        reads_rows = self._kernels is not None and self.into_latent is None
+        return reads_rows and self.router.fits_tensor_cores
 
     def use_tensor_cores(self, kernels: TensorCores) -> None:
         """Compute the router and the shared expert by ``kernels`` in steps that fit them. Only if
@@ -184,7 +194,7 @@ class ExpertsMLP(nn.Module):
         adapted: AdaptedTokens | None = None,
     ) -> tuple[Tensor, Normed]:
         adds = self._has_kernel(x.x) and self.from_latent is None and self.group.size == 1
-        if self._is_invariant or not adds:
+        if not adds:
             part = self.part(x, pdl=pdl, adapted=adapted)
             return residual, add_sum(residual, part, norm, self.group, pdl=pdl)
         outputs = self._outputs(x, pdl, adapted)
@@ -219,21 +229,27 @@ class ExpertsMLP(nn.Module):
     def part(self, x: Normed, *, pdl: bool, adapted: AdaptedTokens | None = None) -> Tensor:
         """This rank's part of the sum over the ranks, [num_tokens, hidden_size]. Only the MLP that
         all tokens take has adapters."""
-        if self._is_invariant:
-            read, choices = self._routed(x.normalized(pdl=pdl))
-            return fused_experts(read, self.weights, choices, invariant=True)
-        if self._has_kernel(x.x) and self.from_latent is None:
-            return sum_outputs(*self._outputs(x, pdl, adapted), pdl=pdl)
-        rows = x.normalized(pdl=pdl)
-        read, choices = self._routed(rows)
-        compute = fused_experts if self.fused else fused_experts_reference
-        part = compute(read, self.weights, choices)
+        if self._has_kernel(x.x):
+            outputs, choices, shared = self._outputs(x, pdl, adapted)
+            if self.from_latent is None:
+                return sum_outputs(outputs, choices, shared, pdl=pdl)
+            part = sum_outputs(outputs, choices, pdl=pdl)
+        else:
+            rows = x.normalized(pdl=pdl)
+            shared = self._of_shared(Normed(rows), pdl, adapted)
+            read, choices = self._routed(rows, pdl)
+            if self._is_invariant:
+                part = fused_experts(read, self.weights, choices, invariant=True)
+            else:
+                part = fused_experts_reference(read, self.weights, choices)
         if self.from_latent is not None:
             part = self.from_latent(Normed(part), pdl=pdl)
-        shared = self._of_shared(Normed(rows), pdl, adapted)
-        return part if shared is None else (part + shared.opened()).to(part.dtype)
+        return part if shared is None else shared.added_to(part)
 
     def _has_kernel(self, x: Tensor) -> bool:
+        """Whether kernels compute ``_outputs``, which may depend on the other tokens."""
+        if self._is_invariant:
+            return False
         return self._kernels is not None or (self.fused and has_kernel(x, self.weights))
 
     def _outputs(
@@ -245,7 +261,7 @@ class ExpertsMLP(nn.Module):
         if kernels is None:
             x = Normed(x.normalized(pdl=pdl))
             shared = self._of_shared(x, pdl, adapted)
-            read, choices = self._routed(x.x)
+            read, choices = self._routed(x.x, pdl)
             return expert_outputs(read, self.weights, choices), choices, shared
         rows, squares = x.unscaled(pdl=pdl)
         router, shared = self.router.weight, None
@@ -255,12 +271,16 @@ class ExpertsMLP(nn.Module):
         if not is_choice:
             ready = Normed(rows, x.norm if squares is not None else None, squares)
             shared = self._of_shared(ready, pdl, adapted)
+        read, routed = rows, None
+        if self.into_latent is not None:
+            read, routed = self.into_latent(Normed(rows), pdl=pdl), rows
         outputs, choices = kernels(
-            rows,
+            read,
             router,
             partial(self._logits, rows, pdl),
             self.weights,
             extras=self._router_extras,
+            routed=routed,
             with_shared=is_choice,
             shared_gate=self._gate_of_shared if is_choice else None,
             squares=squares,
@@ -294,12 +314,12 @@ class ExpertsMLP(nn.Module):
         """The weights of the experts that this rank holds, in the order of the kernels."""
         return self.memory.weights if self._packed is None else self._packed
 
-    def _routed(self, x: Tensor) -> tuple[Tensor, Choices]:
+    def _routed(self, x: Tensor, pdl: bool) -> tuple[Tensor, Choices]:
         """What the experts read, which is ``x`` or scaled, [num_tokens, hidden_size], or its
         latent, [num_tokens, latent_size]; and which experts do."""
         choices = self._held(self.router(x))
         if self.into_latent is not None:
-            return self.into_latent(Normed(x), pdl=False), choices
+            return self.into_latent(Normed(x), pdl=pdl), choices
         if not self.spec.scales_inputs:
             return x, choices
         scaled = x * choices.weights.to(x.dtype)  # by that of a token's only expert

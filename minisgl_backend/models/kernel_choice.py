@@ -166,8 +166,9 @@ def has_expert_kernels(form: WeightFormat, spec: ModelSpec, parts: int) -> bool:
     if spec.moe is None:
         return False
     experts = spec.moe.experts
-    size = experts.intermediate_size // parts
-    return expert_cut.knows(experts) and expert_cut.fits(spec.hidden_size, size, form)
+    sizes = experts.outer_size(spec.hidden_size), experts.intermediate_size // parts
+    is_gated = experts.gate is not None
+    return expert_cut.knows(experts.routing) and expert_cut.fits(*sizes, form, gated=is_gated)
 
 
 def use_invariant_kernels(model: Decoder, device: torch.device) -> None:
@@ -209,12 +210,13 @@ def has_fused_layers(spec: ModelSpec) -> bool:
     of such a model compute. Sizes and weight formats, which also matter, are not checked here.
 
     The kernels do not know norms of the outputs of a layer's parts, layers of a single part or of
-    two mixers, latent attention, blocks without gates, experts that ``expert_cut`` does not know,
-    or routers that compute in float32.
+    two mixers, latent attention, blocks without gates, experts with a latent, or routers that
+    compute in float32 or that ``expert_cut`` does not know.
     """
-    experts = None if spec.moe is None else spec.moe.experts
-    if experts is not None and (experts.routing.wide or not expert_cut.knows(experts)):
-        return False
+    if spec.moe is not None:
+        rule, latent_size = spec.moe.experts.routing, spec.moe.experts.latent_size
+        if rule.wide or latent_size is not None or not expert_cut.knows(rule):
+            return False
     has_two_parts = not (spec.single_parts or spec.parallel_mixers)
     is_known = spec.gate is not None and spec.latent is None
     return spec.norms == "before" and is_known and has_two_parts

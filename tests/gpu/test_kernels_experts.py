@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -30,9 +31,14 @@ from minisgl_backend.kernels.routing import Choices, RouterExtras, align, choose
 from minisgl_backend.weight_format import Encoding
 from tests.gpu.compare import assert_close
 
+if TYPE_CHECKING:
+    from minisgl_backend.kernels.cuda.routing import Routed
+
 NUM_EXPERTS, TOP_K, HIDDEN_SIZE, INNER_SIZE = 16, 4, 512, 384
 GEMMA_4 = 2816, 704
 """Hidden and inner size of Gemma 4 26B-A4B."""
+NEMOTRON_3 = 2688, 1856
+"""Those of Nemotron 3 Nano 30B-A3B."""
 needs_hopper = pytest.mark.skipif(is_interpreted(), reason="CUDA C++ needs a GPU")
 
 
@@ -75,12 +81,16 @@ Made = tuple[Tensor | PackedWeight, Tensor]
 
 
 def weights(
-    form: str, device: torch.device, sizes: tuple[int, int] = (HIDDEN_SIZE, INNER_SIZE)
+    form: str,
+    device: torch.device,
+    sizes: tuple[int, int] = (HIDDEN_SIZE, INNER_SIZE),
+    *,
+    gated: bool = True,
 ) -> tuple[Made, Made]:
-    """Gate and up, then down, in one of ``FORMS`` or ``MORE_FORMS``."""
-    hidden_size, inner_size = sizes
+    """Gate and up, or only up, then down, in one of ``FORMS`` or ``MORE_FORMS``."""
+    outer_size, inner_size = sizes
     found: list[Made] = []
-    for shape in ((2 * inner_size, hidden_size), (hidden_size, inner_size)):
+    for shape in (((2 if gated else 1) * inner_size, outer_size), (outer_size, inner_size)):
         plain = torch.randn(NUM_EXPERTS, *shape, device=device) * shape[1] ** -0.5
         if form == "bf16":
             found.append((plain.bfloat16(), plain.bfloat16()))
@@ -94,7 +104,7 @@ def weights(
         zeros = None if symmetric else torch.stack([not_none(part.zeros) for part in parts])
         whole = QuantizedWeight(encoding, size, codes, scales, zeros)
         numbers = dequantized(whole, torch.float32)
-        found.append((pack_experts(whole, gated=not found), numbers))
+        found.append((pack_experts(whole, gated=gated and not found), numbers))
     return found[0], found[1]
 
 
@@ -207,8 +217,13 @@ def rounded(x: Tensor) -> Tensor:
 
 
 @needs_hopper
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("sizes", [(288, 288), (64, 32), (2880, 1440)])
+@pytest.mark.parametrize(
+    ("form", "sizes"),
+    [
+        *((form, sizes) for form in FORMS for sizes in ((288, 288), (64, 32), (2880, 1440))),
+        *(("bf16", sizes) for sizes in ((288, 288), (64, 32), (368, 184))),
+    ],
+)
 @pytest.mark.parametrize("num_tokens", [9, 100])
 def test_sizes_that_no_tile_divides(
     device: torch.device, form: str, sizes: tuple[int, int], num_tokens: int
@@ -224,7 +239,8 @@ def test_sizes_that_no_tile_divides(
         torch.randn(NUM_EXPERTS, plain.shape[1], device=device).bfloat16()
         for plain in (plain_up, plain_down)
     ]
-    for cut in expert_cut.cuts(FORMS[form][0], rounds=form.startswith("fp8")):
+    encoding = None if form == "bf16" else FORMS[form][0]
+    for cut in expert_cut.cuts(encoding, rounds=form.startswith("fp8")):
         read = rounded if cut.rounded else Tensor.float
         in_first = GroupedKernel(
             plain_up.shape, device, codes=kind_of(gate_up), gate=gate, cuts=[cut]
@@ -403,18 +419,92 @@ def test_routing(
         assert_close(routed.choices.weights, weight)
     else:  # of experts that tie, the others have other factors
         assert_close(routed.choices.weights[here], (weight * of_experts[found])[here])
+    check_alignment(routed, block)
+
+
+def check_alignment(routed: Routed, block: int) -> None:
+    """Each pair of an expert that is here is in a block of this expert."""
+    ids, aligned = routed.choices.ids, routed.alignment
     if not block:
-        assert routed.alignment is None
+        assert aligned is None
         return
-    aligned = routed.alignment
     assert aligned is not None
     used = int((aligned.experts >= 0).sum())
-    assert (aligned.experts[:used] >= 0).all()
+    assert (aligned.experts[:used] >= 0).all() and (aligned.experts[used:] == -1).all()
     pairs = aligned.pairs.view(-1, block)[:used]
-    is_pair = pairs < num_tokens * top_k
-    assert sorted(pairs[is_pair].tolist()) == here.flatten().nonzero().flatten().tolist()
+    is_pair = pairs < ids.numel()
+    here = (ids >= 0).flatten().nonzero().flatten()
+    assert sorted(pairs[is_pair].tolist()) == here.tolist()
     owner = aligned.experts[:used, None].expand(-1, block)[is_pair]
     assert torch.equal(ids.flatten()[pairs[is_pair].long()], owner)
+
+
+LIMITING: list[tuple[int, dict[str, Any]]] = [
+    (256, {"num_groups": 8, "top_groups": 4, "sigmoid": True, "corrected": True}),
+    (256, {"num_groups": 32, "top_groups": 3, "sigmoid": True, "corrected": True}),
+    (160, {"num_groups": 8, "top_groups": 3, "best_of_group": 1, "scale": 16.0}),
+    (64, {"num_groups": 4, "top_groups": 2, "best_of_group": 3}),
+    (20, {"num_groups": 5, "top_groups": 2, "corrected": True}),
+]
+"""Numbers of experts, and what else a rule has; the first and the third are DeepSeek's."""
+
+
+@needs_hopper
+@pytest.mark.parametrize(
+    "rule",
+    [
+        RoutingRule(num_experts=num_experts, top_k=6, normalize=True, **rest)
+        for num_experts, rest in LIMITING
+    ],
+    ids=lambda rule: f"{rule.num_groups}x{rule.num_experts // rule.num_groups}",
+)
+@pytest.mark.parametrize("block", [0, 8, 128])
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_routing_that_limits_groups(
+    device: torch.device, rule: RoutingRule, block: int, is_whole: bool
+) -> None:
+    """By the router's logits, and few tokens also by its weight; with scores that all tie, and with
+    NaN, which all experts have then. Where rounding decides, tokens are not compared."""
+    from minisgl_backend.kernels.cuda.routing import RoutingKernel
+
+    num_experts, size = rule.num_experts, 512
+    held = (0, num_experts) if is_whole else (num_experts // 4, num_experts // 2)
+    few = [] if block == 128 else [block]
+    kernel = RoutingKernel(rule, held, size, device, wide=True, blocks=[block], few=few)
+    weight = torch.randn(num_experts, size, device=device).bfloat16() / 16
+    correction = torch.randn(num_experts, device=device) / 8 if rule.corrected else None
+    extras = RouterExtras(correction=correction)
+    wide = None if correction is None else correction.double()
+    for num_tokens in (1, 3, 8, 9, 33, 300):
+        x = torch.randn(num_tokens, size, device=device).bfloat16()
+        exact = F.linear(x.double(), weight.double())
+        expected = choose(exact, rule, wide)
+        others = [choose(exact + 1e-5 * torch.randn_like(exact), rule, wide) for _ in range(12)]
+        same = torch.stack([(other.ids == expected.ids).all(dim=1) for other in others])
+        is_clear = same.all(dim=0)  # [num_tokens]
+        assert is_clear.sum() >= 0.9 * num_tokens - 1
+        logits = torch.mm(x, weight.t(), out_dtype=torch.float32)
+        ways = [kernel(logits, extras, block=block)]
+        if kernel.takes_rows(num_tokens, weight, block=block):
+            ways.append(kernel.of_rows(x, weight, extras, block=block))
+        assert len(ways) == (2 if num_tokens <= 8 and few else 1)
+        is_here = (expected.ids >= held[0]) & (expected.ids < held[1])
+        ids = torch.where(is_here, expected.ids - held[0], -1)
+        for routed in ways:
+            assert torch.equal(routed.choices.ids[is_clear].long(), ids[is_clear])
+            if is_clear.any():
+                found = routed.choices.weights[is_clear]
+                assert_close(found, expected.weights[is_clear].float())
+            check_alignment(routed, block)
+    logits = torch.zeros(2, num_experts, device=device)
+    logits[1] = torch.nan
+    no_extras = RouterExtras(correction=logits[0] if rule.corrected else None)
+    first = torch.arange(rule.top_k, device=device)
+    first = torch.where((first >= held[0]) & (first < held[1]), first - held[0], -1)
+    for _ in range(2):  # the second launch finds the counters as the first one left them
+        routed = kernel(logits, no_extras, block=block)
+        assert (routed.choices.ids == first).all()
+        check_alignment(routed, block)
 
 
 @needs_hopper
@@ -435,7 +525,13 @@ def test_whole_layers(
     rule = RoutingRule(num_experts=NUM_EXPERTS, top_k=TOP_K, normalize=True)
     experts, make = ExpertWeights(gate_up, down), HopperExperts(device)
     kernels = make.kernels(
-        rule, held, *experts.shapes, kinds=experts.kinds, gate="silu", wide=False
+        rule,
+        held,
+        *experts.shapes,
+        kinds=experts.kinds,
+        gate="silu",
+        hidden_size=HIDDEN_SIZE,
+        wide=False,
     )
     x = torch.randn(num_tokens, HIDDEN_SIZE, device=device).bfloat16()
     router = torch.randn(NUM_EXPERTS, HIDDEN_SIZE, device=device).bfloat16() / 16
@@ -492,7 +588,13 @@ def test_whole_layers_of_gemma_4(
     gate: Gate = "gelu"
     experts = ExpertWeights(gate_up, down, gate=gate)
     kernels = HopperExperts(device).kernels(
-        rule, held, *experts.shapes, kinds=experts.kinds, gate=gate, wide=False
+        rule,
+        held,
+        *experts.shapes,
+        kinds=experts.kinds,
+        gate=gate,
+        hidden_size=hidden_size,
+        wide=False,
     )
     x, routed = torch.randn(2, num_tokens, hidden_size, device=device).bfloat16()
     router = torch.randn(NUM_EXPERTS, hidden_size, device=device).bfloat16() * hidden_size**-0.5
@@ -535,6 +637,75 @@ def test_whole_layers_of_gemma_4(
 
 
 @needs_hopper
+@pytest.mark.parametrize("form", ["bf16", *FORMS])
+@pytest.mark.parametrize("sizes", [NEMOTRON_3, (512, 512)])
+@pytest.mark.parametrize("held", [(0, NUM_EXPERTS), (2, 14)])
+def test_whole_layers_without_gates(
+    device: torch.device, form: str, sizes: tuple[int, int], held: tuple[int, int]
+) -> None:
+    """They read latents, and their router other rows. The smaller sizes also have a kernel for many
+    rows."""
+    from minisgl_backend.kernels.cuda.expert_layers import HopperExperts
+
+    (begin, end), (outer_size, inner_size), hidden_size = held, sizes, 640
+    (up, plain_up), (down, plain_down) = (
+        (_slice(weight, begin, end), plain[begin:end].float())
+        for weight, plain in weights(form, device, sizes, gated=False)
+    )
+    rule = RoutingRule(
+        num_experts=NUM_EXPERTS,
+        top_k=TOP_K,
+        normalize=True,
+        sigmoid=True,
+        corrected=True,
+        scale=2.5,
+        num_groups=4,
+        top_groups=2,
+    )
+    experts = ExpertWeights(up, down, gate=None)
+    plain = ExpertWeights(plain_up, plain_down, gate=None)
+    kernels = HopperExperts(device).kernels(
+        rule,
+        held,
+        *experts.shapes,
+        kinds=experts.kinds,
+        gate=None,
+        hidden_size=hidden_size,
+        wide=True,
+    )
+    router = torch.randn(NUM_EXPERTS, hidden_size, device=device).bfloat16() * hidden_size**-0.5
+    correction = torch.randn(NUM_EXPERTS, device=device) / 8
+
+    def of_router(rows: Tensor, _: bool) -> Tensor:
+        return F.linear(rows.float(), router.float())
+
+    for num_tokens in (1, 2, 4, 5, 16, 64, 200, 600, 2000):
+        x = torch.randn(num_tokens, outer_size, device=device).bfloat16()
+        routed = torch.randn(num_tokens, hidden_size, device=device).bfloat16()
+        held_rows = num_tokens * TOP_K, NUM_EXPERTS, Encoding.E4M3
+        is_many = expert_cut.are_many(*held_rows)
+        is_many = is_many and expert_cut.fits_many(outer_size, inner_size, gated=False)
+        rounded_cut = expert_cut.cut_of(*held_rows, rounds=True).rounded
+        is_rounded = "fp8" in form and (is_many or rounded_cut)
+        # 8-bit tokens: ups are off by 2.6 % (rms), their squares by twice as much
+        tolerance = 0.08 if is_rounded else 1e-2
+        for pdl in (False, True):
+            outputs, found = kernels(
+                x,
+                router,
+                partial(of_router, routed),
+                experts,
+                routed=routed,
+                extras=RouterExtras(correction=correction),
+                pdl=pdl,
+            )
+            assert outputs.shape == (num_tokens, TOP_K, outer_size)
+            expected = fused_experts_reference(x.float(), plain, found)
+            summed = sum_outputs(outputs, found, pdl=pdl)
+            assert_close(summed.float(), expected, tolerance=tolerance)
+
+
+@needs_hopper
 @pytest.mark.parametrize("num_tokens", [1, 2, 4])
 @pytest.mark.parametrize("half_done", [False, True])
 @pytest.mark.parametrize("form", ["bf16", "int4", "fp8", "fp8 rows"])
@@ -550,7 +721,14 @@ def test_whole_layers_with_an_expert_that_all_tokens_take(
     rule = RoutingRule(num_experts=num_chosen_from, top_k=TOP_K, normalize=True)
     experts, make, held = ExpertWeights(gate_up, down), HopperExperts(device), (0, num_chosen_from)
     kernels = make.kernels(
-        rule, held, *experts.shapes, kinds=experts.kinds, gate="silu", wide=False, shared=True
+        rule,
+        held,
+        *experts.shapes,
+        kinds=experts.kinds,
+        gate="silu",
+        hidden_size=HIDDEN_SIZE,
+        wide=False,
+        shared=True,
     )
     router = torch.randn(num_chosen_from, HIDDEN_SIZE, device=device).bfloat16() / 16
     gate = torch.randn(HIDDEN_SIZE, device=device).bfloat16() / 16
@@ -675,6 +853,42 @@ def test_routing_by_corrected_scores(
 
 
 @needs_hopper
+@pytest.mark.parametrize("num_tokens", [1, 8, 9, 300])
+@pytest.mark.parametrize("half_done", [False, True])
+@pytest.mark.parametrize("block", [0, 8, 128])
+def test_routing_whose_weights_scale_inputs(
+    device: torch.device, num_tokens: int, half_done: bool, block: int
+) -> None:
+    """Weights are factors of rows, beside those that complete a norm. Logits are compared, as many
+    sigmoids round to 1."""
+    from minisgl_backend.kernels.cuda.routing import RoutingKernel
+
+    rule, size = RoutingRule(num_experts=16, top_k=1, normalize=False, sigmoid=True), 512
+    few = [] if block == 128 else [block]
+    kernel = RoutingKernel(
+        rule, (0, 16), size, device, wide=True, blocks=[block], few=few, scales_inputs=True
+    )
+    x = torch.randn(num_tokens, size, device=device).bfloat16()
+    weight = torch.randn(16, size, device=device).bfloat16()
+    squares, factors = None, torch.ones(num_tokens, device=device)
+    if half_done:
+        squares = torch.rand(16, num_tokens, device=device) * size / 8
+        factors = (squares.sum(0) / size + 1e-6).rsqrt()
+    exact = F.linear(x.double(), weight.double()) * factors[:, None]
+    expected = choose(exact, rule)
+    logits = torch.mm(x, weight.t(), out_dtype=torch.float32)
+    ways = [kernel(logits, block=block, squares=squares, eps=1e-6)]
+    if kernel.takes_rows(num_tokens, weight, block=block):
+        ways.append(kernel.of_rows(x, weight, block=block, squares=squares, eps=1e-6))
+    assert len(ways) == (2 if num_tokens <= 8 and few else 1)
+    for routed in ways:
+        assert torch.equal(routed.choices.ids.long(), expected.ids)
+        assert (routed.choices.weights == 1).all() and routed.factors is not None
+        assert_close(routed.factors, factors * expected.weights[:, 0].float())
+        check_alignment(routed, block)
+
+
+@needs_hopper
 @pytest.mark.parametrize("num_tokens", [1, 3, 8])
 @pytest.mark.parametrize("num_experts", [16, 32, 256])
 @pytest.mark.parametrize("held", [(0, 16), (4, 8)])
@@ -694,16 +908,7 @@ def test_routing_with_the_routers_gemm_sorts(
         x = torch.randn(num_tokens, 512, device=device).bfloat16()
         for _ in range(2):
             routed = kernel.of_rows(x, weight, RouterExtras(bias=bias), block=block)
-        ids, aligned = routed.choices.ids, routed.alignment
-        assert aligned is not None
-        used = int((aligned.experts >= 0).sum())
-        assert (aligned.experts[used:] == -1).all()
-        pairs = aligned.pairs.view(-1, block)[:used]
-        is_pair = pairs < num_tokens * TOP_K
-        here = (ids >= 0).flatten().nonzero().flatten()
-        assert sorted(pairs[is_pair].tolist()) == here.tolist()
-        owner = aligned.experts[:used, None].expand(-1, block)[is_pair]
-        assert torch.equal(ids.flatten()[pairs[is_pair].long()], owner)
+        check_alignment(routed, block)
 
 
 @pytest.mark.parametrize("kind", ["none", "plain", "gated", "half normed"])

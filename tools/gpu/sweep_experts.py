@@ -2,12 +2,13 @@
 
 For the GPU machine, in the repository's root, after ``source tools/gpu/activate.sh``. FORM is bf16,
 fp8 (blocks of 128 x 128) or int4 (groups of 128, zero points), with the shape of Qwen3-30B-A3B,
-mxfp4, with that of gpt-oss-20b, or gelu (bfloat16) or gelu-fp8, with that of Gemma 4 26B-A4B; SIZES
-such as 1,16,64. Each cut of the grouped GEMMs is timed within whole layers, from the router's
-logits to the norm of the sum, in a captured graph over the weights of several layers, so that none
-is in the L2 cache; also the kernels for many rows and for a few rows, if they take such weights,
-and for bfloat16 the one for single rows of ``down`` and those in Triton. The table has microseconds
-per layer, terabytes of weights per second and TFLOP/s. ``kernels.expert_cut`` has the fastest cuts.
+mxfp4, with that of gpt-oss-20b, gelu (bfloat16) or gelu-fp8, with that of Gemma 4 26B-A4B, or relu2
+(bfloat16) or relu2-fp8, with that of Nemotron 3 Nano 30B-A3B; SIZES such as 1,16,64. Each cut of
+the grouped GEMMs is timed within whole layers, from the router's logits to the norm of the sum, in
+a captured graph over the weights of several layers, so that none is in the L2 cache; also the
+kernels for many rows and for a few rows, if they take such weights, and for bfloat16 the one for
+single rows of ``down`` and those in Triton. The table has microseconds per layer, terabytes of
+weights per second and TFLOP/s. ``kernels.expert_cut`` has the fastest cuts.
 """
 
 from __future__ import annotations
@@ -165,20 +166,21 @@ def sweep(form: Form, sizes: Sequence[int], device: torch.device) -> None:
     experts = [form.made(device) for _ in range(NUM_LAYERS)]
     kinds = experts[0].kinds or (None, None)
 
-    both = list(zip(form.shapes, kinds, (form.gate, None), strict=True))
+    squares = form.gate is None
+    both = list(zip(form.shapes, kinds, (form.gate, None), (squares, False), strict=True))
 
     def made(cut: ExpertCut) -> list[GroupedKernel]:
         return [
-            GroupedKernel(shape, device, codes=kind, gate=gate, cuts=[cut])
-            for shape, kind, gate in both
+            GroupedKernel(shape, device, codes=kind, gate=gate, squares_relu=of_relu, cuts=[cut])
+            for shape, kind, gate, of_relu in both
         ]
 
     can_multiply = all(kind is None or kind.rounds_many_rows for kind in kinds)
     for_many: list[ManyRowsKernel] = []
-    if can_multiply and not form.biases and fits_many(form.hidden, form.inner):
-        for of, kind, gate in both:
+    if can_multiply and not form.biases and fits_many(form.hidden, form.inner, gated=not squares):
+        for of, kind, gate, of_relu in both:
             assert not isinstance(gate, ClampedGate)
-            for_many.append(ManyRowsKernel(of, device, codes=kind, gate=gate))
+            for_many.append(ManyRowsKernel(of, device, codes=kind, gate=gate, squares_relu=of_relu))
 
     for_few = {
         few: [
@@ -187,12 +189,13 @@ def sweep(form: Form, sizes: Sequence[int], device: torch.device) -> None:
                 device,
                 codes=kind,
                 gate=gate,
+                squares_relu=of_relu,
                 cut=one_batch_cut(shape[2], *few),
             )
-            for shape, kind, gate in both
+            for shape, kind, gate, of_relu in both
         ]
         for few in FEW.get(form.encoding, [])
-        if all(expert_gemv_cut(shape[2], kind) is not None for shape, kind, _ in both)
+        if all(expert_gemv_cut(shape[2], kind) is not None for shape, kind, *_ in both)
     }
 
     all_cuts = {cut for size in sizes for cut in cuts_for(size, form)}

@@ -42,7 +42,7 @@ class Form:
     encoding: Encoding | None = None
     block: tuple[int, int] = (1, 1)
     symmetric: bool = True
-    gate: Gate | ClampedGate = "silu"
+    gate: Gate | ClampedGate | None = "silu"
     biases: bool = False
 
     @property
@@ -51,7 +51,8 @@ class Form:
 
     @property
     def shapes(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-        up, down = (2 * self.inner, self.hidden), (self.hidden, self.inner)
+        rows = self.inner if self.gate is None else 2 * self.inner
+        up, down = (rows, self.hidden), (self.hidden, self.inner)
         return (self.num_experts, *up), (self.num_experts, *down)
 
     @property
@@ -86,6 +87,7 @@ class Form:
 
 _QWEN: Final = (128, 8, 2048, 768)
 _GEMMA: Final = (128, 8, 2816, 704)
+_NEMOTRON: Final = (128, 6, 2688, 1856)
 FORMS: Final[Mapping[str, Form]] = MappingProxyType(
     {
         "bf16": Form(*_QWEN),
@@ -96,15 +98,19 @@ FORMS: Final[Mapping[str, Form]] = MappingProxyType(
         ),
         "gelu": Form(*_GEMMA, gate="gelu"),
         "gelu-fp8": Form(*_GEMMA, Encoding.E4M3, (128, 128), gate="gelu"),
+        "relu2": Form(*_NEMOTRON, gate=None),
+        "relu2-fp8": Form(*_NEMOTRON, Encoding.E4M3, (1, 2688), gate=None),
     }
 )
-"""Qwen3-30B-A3B's experts in three formats, gpt-oss-20b's, and Gemma 4 26B-A4B's in two."""
+"""Qwen3-30B-A3B's experts in three formats, gpt-oss-20b's, Gemma 4 26B-A4B's in two, and those of
+Nemotron 3 Nano 30B-A3B, in bfloat16 and in FP8 per channel."""
 
 EXPERT_MODELS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
         "qwen3-30b-a3b": ("bf16", "fp8", "int4"),
         "gpt-oss-20b": ("mxfp4",),
         "gemma-4-26b-a4b": ("gelu", "gelu-fp8"),
+        "nemotron-3-nano-30b-a3b": ("relu2", "relu2-fp8"),
     }
 )
 """The forms of each model's experts."""
@@ -166,6 +172,7 @@ def _routed(x: Tensor, router: Tensor, experts: ExpertWeights, rule: RoutingRule
         *experts.shapes,
         kinds=experts.kinds,
         gate=experts.gate,
+        hidden_size=router.shape[1],
         wide=False,
     )
     outputs = kernels(x, router, lambda _: F.linear(x, router), experts, pdl=True)

@@ -26,6 +26,7 @@ constexpr int TILES_OF_EXPERT = (HEIGHT + 127) / 128 * 2;   // that have scales
 constexpr int WORDS_OF_TILE = (SIZE + 255) / 256 * 2 * WORDS;
 constexpr int CODES_OF_WARP = UNITS * 2 * 32;               // 16 bytes each
 constexpr int ROUNDS = (BATCHES + WARPS - 1) / WARPS;       // batches of a warp
+constexpr bool READS_TOKENS = GATED || GATE == SQUARED_RELU;   // it is the first of both products
 constexpr int OUT_FEATURES = GATED ? HEIGHT / 2 : HEIGHT;
 constexpr int OUT_ROWS = GATED ? ROWS / 2 : ROWS;           // that a thread block writes
 constexpr int TO_ROW_8 = GATED ? OUT_FEATURES : 8;          // from the first 8 rows of a thread block to the others
@@ -38,9 +39,9 @@ struct Arguments {
     const u8* weight;       // [num_experts, HEIGHT, SIZE]
     const float* scales;    // as in `experts.cu`, with WORDS for a column of a tile
     const u16* bias;        // [num_experts, HEIGHT], or null
-    const u16* x;           // GATED: [tokens, SIZE]; else [choices, SIZE]
+    const u16* x;           // READS_TOKENS: [tokens, SIZE]; else [choices, SIZE]
     const int* ids;         // [choices]; -1: nothing is read or written for it
-    const float* factors;   // GATED: of x, [tokens], or null
+    const float* factors;   // READS_TOKENS: of x, [tokens], or null
     u16* out;               // [choices, OUT_FEATURES]
     int of_all;             // the expert that is the last choice of all tokens; -1: none
     int early;              // the kernel before this one wrote only x
@@ -157,7 +158,7 @@ expert_gemv(const __grid_constant__ Arguments args) {
     for (int round = 0, batch = warp; round < ROUNDS && batch < BATCHES; ++round, batch += WARPS) {
         if (round > 0) own.copy(batch);
         Column x;
-        x.read(args.x + (u64)(GATED ? token : choice) * SIZE, batch);
+        x.read(args.x + (u64)(READS_TOKENS ? token : choice) * SIZE, batch);
         __syncwarp();   // otherwise the compiler makes the loads of x wait for the copies
         wait_for_copies();
         add_columns(sums, own.codes, own.scales, x, batch);
@@ -172,6 +173,6 @@ expert_gemv(const __grid_constant__ Arguments args) {
     for (int i = 0; i < WARPS; ++i) sum += parts[i][lane % ROWS];
     sum = sum * (factor * of_row) + bias;
     const float value = __shfl_down_sync(ALL, sum, 8);
-    if (GATED) sum = opened<GATE>(sum, value, args.alpha, args.limit);
+    sum = GATED ? opened<GATE>(sum, value, args.alpha, args.limit) : opened<GATE>(sum);
     if (lane < OUT_ROWS) args.out[choice * OUT_FEATURES + strip * OUT_ROWS + lane] = (u16)pack(sum, 0);
 }

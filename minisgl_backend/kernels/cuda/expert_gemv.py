@@ -41,7 +41,8 @@ class _Arguments(ctypes.Structure):
 class ExpertGemv:
     """One of the two products of layers whose experts have weights of this ``shape``, [num_experts,
     height, in_features], plain or in ``codes``. With a ``gate`` it holds G and then U, and the
-    result is gate(x G^T) * (x U^T)."""
+    result is gate(x G^T) * (x U^T). If it ``squares_relu``, it is relu(x W^T)^2. Either makes it
+    the first product, which reads the rows of tokens."""
 
     def __init__(
         self,
@@ -50,17 +51,19 @@ class ExpertGemv:
         *,
         codes: CodesKind | None,
         gate: Gate | ClampedGate | None,
+        squares_relu: bool = False,
         cut: GemvCut,
     ) -> None:
         _, self._height, in_features = shape
         self._gate, self._codes = gate, codes
+        self._reads_tokens = gate is not None or squares_relu
         self._out_features = self._height if gate is None else self._height // 2
         self._threads = 32 * cut.warps
         constants = {
             **code_macros(codes),
             "SIZE": in_features,
             "HEIGHT": self._height,
-            **gate_macros(gate),
+            **gate_macros(gate, squares_relu=squares_relu),
             "WARPS": cut.warps,
             "COLUMNS": cut.columns,
             "PER_PROCESSOR": cut.per_processor,
@@ -82,19 +85,19 @@ class ExpertGemv:
         pdl: bool = False,
     ) -> Tensor:
         """[choices, out_features], a row for each of the choices ``ids`` int32 [num_tokens, top_k];
-        the row of a choice of -1 is not written. With a gate, a row of ``x`` [num_tokens,
+        the row of a choice of -1 is not written. In the first product, a row of ``x`` [num_tokens,
         in_features] goes through all experts of its token; otherwise a row of ``x`` [choices,
         in_features] goes through its own expert.
 
-        With a gate, x is multiplied by ``factors`` [num_tokens]. ``bias`` [num_experts, height] is
+        In the first, x is multiplied by ``factors`` [num_tokens]. ``bias`` [num_experts, height] is
         added before a gate. ``of_all``: the expert that is the last choice of all tokens, if there
         is one. ``early``: of these, the kernel before this one wrote only x.
         """
         numbers, scales = numbers_and_scales(weight, self._codes)
         assert ids.dtype == torch.int32
         assert all(of is None or of.is_contiguous() for of in (x, numbers, ids, bias))
-        assert len(x) == (len(ids) if self._gate is not None else ids.numel())
-        assert factors is None or self._gate is not None
+        assert len(x) == (len(ids) if self._reads_tokens else ids.numel())
+        assert factors is None or self._reads_tokens
         out = torch.empty((ids.numel(), self._out_features), dtype=x.dtype, device=x.device)
         arguments = _Arguments(
             weight=address(numbers),

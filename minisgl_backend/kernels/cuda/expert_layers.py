@@ -1,4 +1,4 @@
-"""A layer of experts on Hopper: routing, gate and up, down.
+"""A layer of experts on Hopper: routing, gate and up (or up alone), down.
 
 ``routing`` chooses the experts. The number of tokens decides which kernels multiply; each way to do
 it is a ``_Path``. Kernels are for one shape of weights. Launches share memory, so they must all be
@@ -41,7 +41,7 @@ class _Path(Protocol):
     def __call__(
         self, x: Tensor, experts: ExpertWeights, routed: Routed, *, of_all: int | None, pdl: bool
     ) -> Tensor:
-        """The outputs, [num_choices, hidden_size], for ``x`` [num_tokens, hidden_size]. ``of_all``:
+        """The outputs, [num_choices, outer_size], for ``x`` [num_tokens, outer_size]. ``of_all``:
         the expert that is each token's last choice, if there is one, for a path without sorting."""
 
 
@@ -132,7 +132,8 @@ def _weight(of_experts: Tensor | PackedWeight | QuantizedWeight) -> Tensor | Pac
 
 
 class ExpertsKernels:
-    """The kernels for layers whose experts have one shape: routing, gate and up, and down."""
+    """The kernels for layers whose experts have one shape: routing, gate and up, and down. Without
+    a ``gate``, there is only up, and the square of its ReLU."""
 
     def __init__(
         self,
@@ -143,12 +144,16 @@ class ExpertsKernels:
         device: torch.device,
         *,
         kinds: tuple[CodesKind, CodesKind] | None,
-        gate: Gate | ClampedGate,
+        gate: Gate | ClampedGate | None,
+        hidden_size: int,
         wide: bool,
         shared: bool = False,
+        scales_inputs: bool = False,
     ) -> None:
         """``gate_up`` and ``down`` are the shapes of the weights of all experts held, ``kinds``
-        their kinds if they are packed. ``held``, ``wide`` and ``shared``: see ``RoutingKernel``."""
+        their kinds if they are packed. The router reads rows of ``hidden_size``, which experts with
+        a latent do not. ``held``, ``wide``, ``shared`` and ``scales_inputs``: see
+        ``RoutingKernel``."""
         of_gate_up, of_down = kinds or (None, None)
         self._encoding = None if of_down is None else of_down.encoding
         self._num_experts = rule.num_experts
@@ -156,16 +161,22 @@ class ExpertsKernels:
         self._bytes_of_expert = (prod(gate_up[1:]) + prod(down[1:])) * bits // 8
         self._rounds = kinds is not None and all(kind.rounds_many_rows for kind in kinds)
         all_cuts = expert_cut.cuts(self._encoding, rounds=self._rounds)
-        up = GroupedKernel(gate_up, device, codes=of_gate_up, gate=gate, cuts=all_cuts)
+        is_gated = gate is not None
+        up = GroupedKernel(
+            gate_up, device, codes=of_gate_up, gate=gate, squares_relu=not is_gated, cuts=all_cuts
+        )
         outer = GroupedKernel(down, device, codes=of_down, gate=None, cuts=all_cuts)
         self._tiles = {cut: _Tiles(up, outer, cut) for cut in all_cuts}
         self._of_rows = _path_for_rows(gate_up, down, device, kinds=kinds, gate=gate)
         self._of_many: _ManyRows | None = None
         is_multiplied = kinds is None or self._rounds
         # gpt-oss's gate comes with biases, which only some kernels add
-        if not isinstance(gate, ClampedGate) and is_multiplied and expert_cut.fits_many(*down[1:]):
+        fits_many = is_multiplied and expert_cut.fits_many(*down[1:], gated=is_gated)
+        if fits_many and not isinstance(gate, ClampedGate):
             self._of_many = _ManyRows(
-                ManyRowsKernel(gate_up, device, codes=of_gate_up, gate=gate),
+                ManyRowsKernel(
+                    gate_up, device, codes=of_gate_up, gate=gate, squares_relu=not is_gated
+                ),
                 ManyRowsKernel(down, device, codes=of_down, gate=None),
             )
         blocks = [0, *(path.block for path in self._tiles.values())]
@@ -175,7 +186,15 @@ class ExpertsKernels:
             self._cut(num_tokens * rule.top_k).tokens for num_tokens in range(1, MOST_TOKENS + 1)
         }
         self._route = RoutingKernel(
-            rule, held, gate_up[2], device, wide=wide, blocks=blocks, few=[0, *few], shared=shared
+            rule,
+            held,
+            hidden_size,
+            device,
+            wide=wide,
+            blocks=blocks,
+            few=[0, *few],
+            shared=shared,
+            scales_inputs=scales_inputs,
         )
 
     def _cut(self, num_pairs: int) -> ExpertCut:
@@ -212,16 +231,16 @@ class ExpertsKernels:
         eps: float = 0.0,
         pdl: bool = False,
     ) -> tuple[Tensor, Choices]:
-        """The outputs of each token's experts, [num_tokens, top_k, hidden_size], and which experts
+        """The outputs of each token's experts, [num_tokens, top_k, outer_size], and which experts
         these are. Rows of experts that other ranks hold are not written.
 
-        ``x`` [num_tokens, hidden_size] is normalized; with ``squares``, its norm is half done
-        (``cuda.linear``). The router reads ``routed``, of the same shape, or otherwise ``x``; its
-        norm is complete. ``router`` is the router's weight; ``extras`` as ``RoutingKernel`` takes
-        them. ``logits`` computes its logits, [num_tokens, num_experts], if no kernel here does; its
-        argument says whether it adds the bias, which it does only if the norm is complete.
-        ``with_shared`` all tokens also take the last expert: it is one more choice. Its weight is 1
-        or, with a ``shared_gate`` [hidden_size], the sigmoid.
+        ``x`` [num_tokens, outer_size] is normalized; with ``squares``, its norm is half done
+        (``cuda.linear``). The router reads ``routed`` [num_tokens, hidden_size], whose norm is
+        complete, or otherwise ``x``. ``router`` is the router's weight; ``extras`` as
+        ``RoutingKernel`` takes them. ``logits`` computes its logits, [num_tokens, num_experts], if
+        no kernel here does; its argument says whether it adds the bias, which it does only if the
+        norm is complete. ``with_shared`` all tokens also take the last expert: it is one more
+        choice. Its weight is 1 or, with a ``shared_gate`` [hidden_size], the sigmoid.
         """
         assert routed is None or (squares is None and not with_shared)
         path, route = self._path(len(x)), self._route
@@ -253,7 +272,7 @@ def _path_for_rows(
     device: torch.device,
     *,
     kinds: tuple[CodesKind, CodesKind] | None,
-    gate: Gate | ClampedGate,
+    gate: Gate | ClampedGate | None,
 ) -> _Rows | None:
     """The path for a few tokens, if there are kernels for weights of these shapes and kinds."""
     of_up, of_down = kinds or (None, None)
@@ -261,7 +280,7 @@ def _path_for_rows(
     if first is None or second is None:
         return None
     return _Rows(
-        ExpertGemv(gate_up, device, codes=of_up, gate=gate, cut=first),
+        ExpertGemv(gate_up, device, codes=of_up, gate=gate, squares_relu=gate is None, cut=first),
         ExpertGemv(down, device, codes=of_down, gate=None, cut=second),
     )
 

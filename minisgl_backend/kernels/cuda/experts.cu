@@ -209,8 +209,9 @@ __device__ __forceinline__ void finish_tile(
         const float x[4] = {c[4 * i] * (by.x * of.scale) + bias, c[4 * i + 1] * (by.y * of.scale) + bias,
                             c[4 * i + 2] * (by.x * of.scale_8) + bias_8,
                             c[4 * i + 3] * (by.y * of.scale_8) + bias_8};
-        const u32 low = transposed(GATED ? pack(open(x[0], x[2]), open(x[1], x[3])) : pack(x[0], x[1]));
-        const u32 high = GATED ? 0 : transposed(pack(x[2], x[3]));
+        const u32 low = transposed(
+            GATED ? pack(open(x[0], x[2]), open(x[1], x[3])) : pack(opened<GATE>(x[0]), opened<GATE>(x[1])));
+        const u32 high = GATED ? 0 : transposed(pack(opened<GATE>(x[2]), opened<GATE>(x[3])));
         if (of.stored[i] >= args.num_pairs) continue;
         u32* const out = reinterpret_cast<u32*>(args.out + (u64)of.stored[i] * OUT_FEATURES + feature) + lane % 4;
         if (is_inside(feature)) out[0] = low;

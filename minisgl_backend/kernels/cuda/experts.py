@@ -53,7 +53,7 @@ class _Arguments(ctypes.Structure):
 
 class GroupedKernel:
     """x W^T for blocks of rows, each with the W of its expert. With a ``gate`` it holds G and then
-    U, and the result is gate(x G^T) * (x U^T)."""
+    U, and the result is gate(x G^T) * (x U^T). If it ``squares_relu``, it is relu(x W^T)^2."""
 
     def __init__(
         self,
@@ -62,6 +62,7 @@ class GroupedKernel:
         *,
         codes: CodesKind | None,
         gate: Gate | ClampedGate | None,
+        squares_relu: bool = False,
         cuts: Sequence[ExpertCut],
     ) -> None:
         """``shape``: [num_experts, height, in_features]; ``codes``: the kind of packed weights."""
@@ -83,7 +84,7 @@ class GroupedKernel:
                 "STAGES": cut.stages,
                 "BY_WARP": cut.by_warp,
                 "WAYS": 1,
-                **gate_macros(gate),
+                **gate_macros(gate, squares_relu=squares_relu),
                 "SHARED_BYTES": shared,
                 "PER_PROCESSOR": cut.per_processor,
                 "FLOAT8": cut.rounded,

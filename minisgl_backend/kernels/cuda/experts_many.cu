@@ -322,8 +322,8 @@ __device__ __forceinline__ void finish_tile(
             u32 fragments[4];
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                fragments[2 * i] = pack(x(2 * q + i, 0), x(2 * q + i, 1));
-                fragments[2 * i + 1] = pack(x(2 * q + i, 2), x(2 * q + i, 3));
+                const auto ended = [&](int j) { return opened<GATE>(x(2 * q + i, j)); };
+                fragments[2 * i] = pack(ended(0), ended(1)), fragments[2 * i + 1] = pack(ended(2), ended(3));
             }
             const int token = 16 * q + lane / 16 * 8 + lane % 8;
             store_transposed(shared_address(finished + finished_at(token, 2 * warp + lane / 8 % 2)), fragments);

@@ -46,7 +46,7 @@ class _Arguments(ctypes.Structure):
 
 class ManyRowsKernel:
     """x W^T for blocks of rows, each with the W of its expert. With a ``gate`` it holds G and then
-    U, and the result is gate(x G^T) * (x U^T)."""
+    U, and the result is gate(x G^T) * (x U^T). If it ``squares_relu``, it is relu(x W^T)^2."""
 
     def __init__(
         self,
@@ -55,6 +55,7 @@ class ManyRowsKernel:
         *,
         codes: CodesKind | None,
         gate: Gate | None,
+        squares_relu: bool = False,
     ) -> None:
         """``shape``: [num_experts, height, in_features], one that ``expert_cut.fits_many`` accepts;
         ``codes``: the kind of packed weights, one that ``CodesKind.rounds_many_rows`` accepts."""
@@ -64,7 +65,7 @@ class ManyRowsKernel:
         constants = {
             "HEIGHT": self._height,
             "SIZE": self._in_features,
-            **gate_macros(gate),
+            **gate_macros(gate, squares_relu=squares_relu),
             "FLOAT8": codes is not None,
             "GROUPED": codes is not None and codes.group > 0,
             "STAGES": MANY.stages,

@@ -1,13 +1,18 @@
-"""What the sources that include ``gates.cuh`` are told about a gate."""
+"""What the sources that include ``gates.cuh`` are told about a gate, or about an activation without
+one."""
 
 from __future__ import annotations
 
 from minisgl_backend.gates import ClampedGate, Gate
 
 
-def gate_macros(gate: Gate | ClampedGate | None) -> dict[str, int]:
-    """The macros that say whether a weight has gates, and of which function."""
+def gate_macros(gate: Gate | ClampedGate | None, *, squares_relu: bool = False) -> dict[str, int]:
+    """The macros that say whether a weight has gates, and of which function. ``squares_relu``, only
+    without a gate: results are squares of ReLU."""
+    assert gate is None or not squares_relu
     function = 1 if isinstance(gate, ClampedGate) else 2 if gate == "gelu" else 0
+    if squares_relu:
+        function = 3
     return {"GATED": gate is not None, "GATE": function}
 
 

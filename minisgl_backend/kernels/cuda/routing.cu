@@ -11,9 +11,11 @@
 //
 // Compiled with: EXPERTS (up to 1024), TOP_K, BLOCK (0: nothing is sorted), SIGMOID (scores are sigmoids of logits;
 // otherwise their softmax), NORMALIZE (the weights of the chosen experts sum to 1), SIZE (of the hidden states), WIDE
-// (logits are float32; otherwise bfloat16), SCALED (weights are multiplied by a factor of the expert), and SHARED
-// (`router`: the expert after all others is every token's last choice, with the sigmoid of a logit of its own as its
-// weight).
+// (logits are float32; otherwise bfloat16), CORRECTED (scores are compared after a correction of the expert is added),
+// SCALED (weights are multiplied by a factor of the expert), SCALES_INPUTS (a token's only weight multiplies its hidden
+// states instead), and SHARED (`router`: the expert after all others is every token's last choice, with the sigmoid of a
+// logit of its own as its weight). GROUPS of neighbouring experts, if more than one: only the TOP_GROUPS count whose
+// BEST_OF_GROUP best experts have the highest sums.
 
 #include "empty_words.cuh"
 
@@ -25,9 +27,12 @@ constexpr int OF_LANE = (EXPERTS + 31) / 32;
 constexpr int LOGITS = EXPERTS + SHARED;    // per token
 constexpr int CHOICES = TOP_K + SHARED;
 constexpr int WIDTH = BLOCK ? BLOCK : 1;
+constexpr bool BY_LOGITS = SIGMOID && !CORRECTED && GROUPS == 1;    // which differ even if their sigmoids round to 1
 
 static_assert(EXPERTS <= THREADS && CHOICES <= 32 && TOP_K <= EXPERTS, "");
 static_assert(!SHARED || (WIDE && BLOCK == 0), "");
+static_assert(!SCALES_INPUTS || (TOP_K == 1 && !SHARED), "");
+static_assert(GROUPS <= 32 && EXPERTS % GROUPS == 0 && TOP_GROUPS <= GROUPS, "");
 
 struct Arguments {
     const u16* x;           // [num_tokens, SIZE], for `router`
@@ -35,10 +40,11 @@ struct Arguments {
     const u16* shared_gate; // [SIZE], if SHARED; without it, the shared expert's weight is 1
     void* logits;           // [num_tokens, LOGITS]; for `router` float32, and EMPTY between launches
     const float* bias;      // [EXPERTS], added to logits once the norm is complete; or null
-    const float* correction;    // [EXPERTS], added to scores only to compare them; or null
+    const float* correction;    // [EXPERTS], if CORRECTED
     const float* expert_factors;   // [EXPERTS], of weights, if SCALED
     const float* squares;   // [square_tiles, num_tokens] of hidden states whose norm is half done; or null
-    float* factors;         // [num_tokens]: what completes the norm, if there are squares
+    float* factors;         // [num_tokens], of hidden states: what completes the norm, if there are squares, times the
+                            // token's weight, if it SCALES_INPUTS
     int* ids;               // [num_tokens, CHOICES], counted among the experts held; -1 for others
     float* weights;         // [num_tokens, CHOICES]
     int* pairs;             // [num_blocks, BLOCK]: token * TOP_K + choice; num_tokens * TOP_K for none
@@ -117,10 +123,14 @@ __device__ __forceinline__ float largest(float x) {
     return x;
 }
 
-// Maps floats to positive integers in the same order.
+// Maps floats to positive integers in the same order; `number_of` maps these back.
 __device__ __forceinline__ u32 ordered(float x) {
     const u32 bits = __float_as_uint(x);
     return bits & 0x80000000 ? ~bits : bits | 0x80000000;
+}
+
+__device__ __forceinline__ float number_of(u32 key) {
+    return __uint_as_float(key & 0x80000000 ? key ^ 0x80000000 : ~key);
 }
 
 // The factor that completes the norm of a token's hidden states.
@@ -134,6 +144,45 @@ __device__ __forceinline__ float norm_factor(const Arguments& args, int token) {
     if (lane == 0) args.factors[token] = factor;
     return factor;
 }
+
+#if GROUPS > 1
+// Sets the keys of experts whose group does not count to 0. A lane has those of the experts that it has in `Logits`.
+__device__ __forceinline__ void leave_out_groups(u32 (&keys)[OF_LANE]) {
+    const int lane = threadIdx.x % 32;
+    const auto group_of = [&](int i) { return (32 * i + lane) / (EXPERTS / GROUPS); };
+    u32 own = 0;   // the key of the group whose number is the lane's
+#pragma unroll
+    for (int group = 0; group < GROUPS; ++group) {
+        u32 left[OF_LANE];
+#pragma unroll
+        for (int i = 0; i < OF_LANE; ++i) left[i] = group_of(i) == group ? keys[i] : 0;
+        float total = 0;
+#pragma unroll
+        for (int best = 0; best < BEST_OF_GROUP; ++best) {
+            u32 key = 0;
+#pragma unroll
+            for (int i = 0; i < OF_LANE; ++i) key = max(key, left[i]);
+            const u32 most = __reduce_max_sync(ALL, key);
+            total += number_of(most);
+            bool gives = lane == __ffs(__ballot_sync(ALL, key == most)) - 1;   // a single one of equal keys
+#pragma unroll
+            for (int i = 0; i < OF_LANE; ++i)
+                if (gives && left[i] == most) left[i] = 0, gives = false;
+        }
+        if (lane == group) own = ordered(total);
+    }
+    int before = 0;   // groups that are better than this lane's
+#pragma unroll
+    for (int group = 0; group < GROUPS; ++group) {
+        const u32 other = __shfl_sync(ALL, own, group);
+        before += other > own || (other == own && group < lane);
+    }
+    const u32 counting = __ballot_sync(ALL, lane < GROUPS && before < TOP_GROUPS);
+#pragma unroll
+    for (int i = 0; i < OF_LANE; ++i)
+        if (!(counting >> group_of(i) & 1)) keys[i] = 0;
+}
+#endif
 
 __device__ __forceinline__ void choose(const Arguments& args, int token, const Logits& logits, float factor) {
     const int lane = threadIdx.x % 32;
@@ -151,6 +200,7 @@ __device__ __forceinline__ void choose(const Arguments& args, int token, const L
     if (!SIGMOID) most = largest(most);
 #pragma unroll
     for (int i = 0; i < OF_LANE; ++i) {
+        if (BY_LOGITS) keys[i] = ordered(scores[i]);
         scores[i] = SIGMOID ? 1 / (1 + __expf(-scores[i])) : __expf(scores[i] - most);
         total += scores[i];
     }
@@ -159,9 +209,13 @@ __device__ __forceinline__ void choose(const Arguments& args, int token, const L
     for (int i = 0; i < OF_LANE; ++i) {
         const int expert = 32 * i + lane;
         scores[i] *= inverse;
-        const float compared = args.correction && expert < EXPERTS ? scores[i] + args.correction[expert] : scores[i];
-        keys[i] = expert < EXPERTS ? ordered(compared) : 0;
+        const float compared = CORRECTED && expert < EXPERTS ? scores[i] + args.correction[expert] : scores[i];
+        if (!BY_LOGITS) keys[i] = ordered(compared);
+        if (expert >= EXPERTS) keys[i] = 0;
     }
+#if GROUPS > 1
+    leave_out_groups(keys);
+#endif
     int id = 0;          // of this lane's choice
     float weight = 0;
     for (int choice = 0; choice < TOP_K; ++choice) {
@@ -192,7 +246,8 @@ __device__ __forceinline__ void choose(const Arguments& args, int token, const L
         const bool is_held = id >= 0 && id < args.held;
         args.ids[token * CHOICES + lane] = is_held ? id : -1;
         if (MANY && is_held) atomicAdd(args.counts + id, 1);
-        args.weights[token * CHOICES + lane] = weight * by;
+        args.weights[token * CHOICES + lane] = SCALES_INPUTS ? 1 : weight * by;
+        if (SCALES_INPUTS) args.factors[token] = factor * weight * by;
     }
     if (SHARED && lane == TOP_K) {
         args.ids[token * CHOICES + TOP_K] = args.held;

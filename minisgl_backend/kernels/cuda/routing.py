@@ -66,8 +66,9 @@ class _Arguments(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Routed:
-    """``choices``; their pairs sorted by expert, if asked for; and float32 factors [num_tokens]
-    that complete the norm, if it was half done."""
+    """``choices``; their pairs sorted by expert, if asked for; and float32 factors [num_tokens] of
+    what experts read, which complete the norm, if it was half done, and have the weight of a
+    token's only expert, if weights scale inputs."""
 
     choices: Choices
     alignment: Alignment | None
@@ -88,11 +89,13 @@ class RoutingKernel:
         blocks: Sequence[int],
         few: Sequence[int] = (0,),
         shared: bool = False,
+        scales_inputs: bool = False,
     ) -> None:
         """``held``: this rank's first expert, and the end of its experts. ``wide``: logits are
         float32, otherwise bfloat16. ``blocks``: the block sizes that calls may ask for, 0 for no
         sorting; ``few``: those that calls of ``of_rows`` may ask for. ``shared``: the weights have
-        one more expert, which all tokens may get in addition if there is no sorting."""
+        one more expert, which all tokens may get in addition if there is no sorting.
+        ``scales_inputs``: see ``ExpertsSpec``; the weights of choices are then 1."""
         constants = {
             "EXPERTS": rule.num_experts,
             "TOP_K": rule.top_k,
@@ -100,10 +103,16 @@ class RoutingKernel:
             "NORMALIZE": rule.normalize,
             "SIZE": hidden_size,
             "WIDE": wide,
+            "CORRECTED": rule.corrected,
             "SCALED": rule.scaled,
+            "SCALES_INPUTS": scales_inputs,
             "SHARED": False,
+            "GROUPS": rule.num_groups if rule.limits_groups else 1,
+            "TOP_GROUPS": rule.top_groups if rule.limits_groups else 1,
+            "BEST_OF_GROUP": rule.best_of_group,
         }
         self._rule, self._held, self.top_k = rule, held, rule.top_k
+        self._scales_inputs = scales_inputs
 
         def compiled(block: int) -> tuple[CudaKernel, CudaKernel | None]:
             module = CudaModule("routing.cu", {**constants, "BLOCK": block}, device)
@@ -207,6 +216,7 @@ class RoutingKernel:
         of a token."""
         (first, end), rule, device = self._held, self._rule, logits.device
         assert (extras.factors is not None) == rule.scaled
+        assert (extras.correction is not None) == rule.corrected
         assert extras.factors is None or extras.factors.dtype == torch.float32
         num_pairs = num_tokens * rule.top_k
         shape = num_tokens, num_choices
@@ -216,7 +226,7 @@ class RoutingKernel:
         pairs = torch.empty(num_blocks * block, dtype=torch.int32, device=device)
         experts = torch.empty(num_blocks, dtype=torch.int32, device=device)
         factors = None
-        if squares is not None:
+        if squares is not None or self._scales_inputs:
             factors = torch.empty(num_tokens, dtype=torch.float32, device=device)
         arguments = _Arguments(
             logits=address(logits),

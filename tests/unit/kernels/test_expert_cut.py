@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minisgl_backend.experts_spec import ExpertsSpec, RoutingRule
-from minisgl_backend.gates import ClampedGate
+from minisgl_backend.experts_spec import RoutingRule
 from minisgl_backend.kernels.expert_cut import MANY, are_many, cut_of, cuts, fits, fits_many, knows
 from minisgl_backend.kernels.linear_cut import PLAIN, Numbers
 from minisgl_backend.kernels.packed_weight import CodesKind
@@ -84,8 +83,10 @@ def test_the_cut_for_many_rows() -> None:
 
 
 def test_which_weights_are_for_many_rows() -> None:
-    """Those of Qwen3-30B-A3B on 1 and 2 ranks; in FP8 only without smaller blocks."""
+    """Those of Qwen3-30B-A3B on 1 and 2 ranks, twice as many without gates; in FP8 only without
+    smaller blocks."""
     assert [fits_many(2048, 768 // ranks) for ranks in (1, 2, 4)] == [True, True, False]
+    assert [fits_many(2048, 768 // ranks, gated=False) for ranks in (1, 2)] == [True, False]
     assert not fits_many(128, 768) and not fits_many(2048, 128)
     in_blocks = CodesKind(Encoding.E4M3, group=128, shared_by=8, zeros=False)
     assert in_blocks.rounds_many_rows and replace(in_blocks, group=0).rounds_many_rows
@@ -95,16 +96,17 @@ def test_which_weights_are_for_many_rows() -> None:
 
 
 def test_sizes() -> None:
-    """The sizes of Qwen3-30B-A3B, gpt-oss-20b and Gemma 4 26B-A4B, on 1 to 8 ranks."""
-    for form, most in ((None, 4), (CONVERTED_FP8, 8), (INT4, 8)):
-        fitting = [ranks for ranks in (1, 2, 4, 8) if fits(2048, 768 // ranks, form)]
-        assert max(fitting) == most and len(fitting) == most.bit_length()
+    """The sizes of Qwen3-30B-A3B, gpt-oss-20b, Gemma 4 26B-A4B and Nemotron 3 Nano 30B-A3B, on 1 to
+    8 ranks."""
+    for form in (None, CONVERTED_FP8, INT4):
+        assert all(fits(2048, 768 // ranks, form) for ranks in (1, 2, 4, 8))
+        assert all(fits(2816, 704 // ranks, form) for ranks in (1, 2))
     assert [fits(2880, 2880 // ranks, MXFP4) for ranks in (1, 2, 4)] == [True, True, False]
-    of_gemma = [
-        [fits(2816, 704 // ranks, form) for ranks in (1, 2)] for form in (None, CONVERTED_FP8)
-    ]
-    assert of_gemma == [[True, False], [True, True]]
-    assert not fits(2880, 2880, None) and not fits(2048 + 64, 768, None)
+    for form, most in ((None, 4), (replace(CONVERTED_FP8, block=(1, None)), 4), (CONVERTED_FP8, 2)):
+        fitting = [ranks for ranks in (1, 2, 4, 8) if fits(2688, 1856 // ranks, form, gated=False)]
+        assert max(fitting) == most and len(fitting) == most.bit_length()
+    assert fits(2880, 2880, None) and not fits(2880 + 8, 2880, None)
+    assert fits(2048, 768 + 8, None) and not fits(2048, 768 + 8, None, gated=False)
     assert not fits(2048, 768, replace(INT4, reorders=True))
     assert not fits(2048, 768, replace(INT4, block=(1, 48)))
     assert not fits(2048, 768 + 16, INT4) and not fits(2048 + 8, 768, INT4)
@@ -112,15 +114,11 @@ def test_sizes() -> None:
         assert fits(2048, 768, replace(CONVERTED_FP8, block=block))
 
 
-def test_experts_that_the_kernels_support() -> None:
-    rule = RoutingRule(num_experts=128, top_k=8, normalize=True)
-    spec = ExpertsSpec(routing=rule, intermediate_size=768)
-    assert knows(spec)
-    assert knows(replace(spec, routing=replace(rule, sigmoid=True, corrected=True, scale=2.5)))
-    assert knows(replace(spec, routing=replace(rule, corrected=True)))
-    assert knows(replace(spec, biases=True, gate=ClampedGate(alpha=1.7, limit=7.0)))
-    assert knows(replace(spec, routing=replace(rule, scaled=True), gate="gelu"))
-    assert not knows(replace(spec, routing=replace(rule, num_groups=8, top_groups=4)))
-    assert not knows(replace(spec, routing=replace(rule, top_k=1), scales_inputs=True))
-    assert not knows(replace(spec, routing=replace(rule, num_experts=2048)))
-    assert not knows(replace(spec, routing=replace(rule, top_k=64)))
+def test_routers_that_the_kernels_know() -> None:
+    rule = RoutingRule(num_experts=256, top_k=8, normalize=True)
+    assert knows(rule) and knows(replace(rule, sigmoid=True, corrected=True, scale=2.5))
+    assert knows(replace(rule, num_groups=8, top_groups=4))
+    assert knows(replace(rule, num_groups=64, top_groups=64))
+    assert not knows(replace(rule, num_groups=64, top_groups=32))
+    assert not knows(replace(rule, num_experts=2048))
+    assert not knows(replace(rule, top_k=64))

@@ -82,7 +82,8 @@ def test_plain_weights_that_leave_much_of_the_gpu_idle(height: int, in_features:
 
 
 def test_few() -> None:
-    """By plain weights the tokens count, by codes the choices."""
+    """By plain weights the tokens count, by codes the choices, except those of a single token."""
+    assert are_few(1, 22, None) and are_few(1, 22, Encoding.E4M3)
     assert are_few(4, 32, None) and not are_few(5, 5, None)
     assert are_few(16, 16, Encoding.E4M3) and not are_few(3, 17, Encoding.E4M3)
 

@@ -644,9 +644,11 @@ class TwinExperts:
         held: tuple[int, int],
         *shapes: object,
         kinds: tuple[CodesKind, CodesKind] | None,
-        gate: Gate | ClampedGate,
+        gate: Gate | ClampedGate | None,
+        hidden_size: int,
         wide: bool,
         shared: bool,
+        scales_inputs: bool,
     ) -> Any:
         begin, end = held
         assert wide  # for weights in float32
@@ -670,7 +672,8 @@ class TwinExperts:
             assert with_shared or shared_gate is None
             assert routed is None or torch.equal(F.linear(routed, router), logits(False))
             assert experts.shapes == shapes and experts.kinds == kinds and not pdl
-            assert experts.gate == gate
+            assert experts.gate == gate and x.shape[1] == experts.shapes[1][1]
+            assert router.shape[1] == hidden_size
             scale = torch.ones(len(x), 1)
             if squares is not None:
                 scale = (squares.sum(0)[:, None] / x.shape[1] + eps).rsqrt()
@@ -679,6 +682,9 @@ class TwinExperts:
             chosen = choose(scores, rule, extras.correction, extras.factors)
             is_here = (chosen.ids >= begin) & (chosen.ids < end)
             ids, weights = torch.where(is_here, chosen.ids - begin, -1), chosen.weights
+            of_rows = scale * x
+            if scales_inputs:
+                of_rows, weights = of_rows * weights, torch.ones_like(weights)
             if with_shared:
                 self.with_shared.append(len(x))
                 ids = torch.cat([ids, torch.full((len(x), 1), end - begin)], dim=1)
@@ -688,7 +694,7 @@ class TwinExperts:
                 weights = torch.cat([weights, opening], dim=1)
             outputs = [
                 fused_experts_reference(
-                    scale * x, experts, Choices(of_all[:, None], torch.ones(len(x), 1))
+                    of_rows, experts, Choices(of_all[:, None], torch.ones(len(x), 1))
                 )
                 for of_all in ids.unbind(1)
             ]
@@ -828,6 +834,61 @@ def test_experts_beside_a_block_behind_kernels(
 
     on_ranks(size, check)
     assert made.calls == [len(rows)] * spec.num_layers * size
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("whole_experts", [False, True])
+@pytest.mark.parametrize(
+    "case", ["nemotron-h-latent", "nemotron-h-experts", "deepseek-v3", "llama4"]
+)
+@pytest.mark.parametrize(
+    "form", [None, CONVERTED_FP8, replace(CONVERTED_FP8, block=(1, None))], ids=str
+)
+def test_experts_of_other_kinds_behind_kernels(
+    form: WeightFormat | None, case: str, whole_experts: bool, size: int, tmp_path: Path
+) -> None:
+    """Without gates, with a latent, behind a router that limits groups, and with weights that scale
+    inputs. Formats are kept."""
+    write_checkpoint(case, tmp_path)
+    spec = load_spec(tmp_path)
+    assert spec.moe is not None and not has_fused_layers(spec)
+    latent = None if spec.moe.experts.latent_size is None else 64
+    experts = replace(spec.moe.experts, intermediate_size=128, latent_size=latent)
+    if case == "llama4" and experts.shared is not None:  # in size like the others
+        experts = replace(experts, shared=replace(experts.shared, intermediate_size=128))
+    spec = replace(spec, hidden_size=96, moe=replace(spec.moe, experts=experts))
+    if form is not None:
+        rules = (Rule(re.compile(r".*\.experts\..*_proj"), form),)
+        spec = replace(spec, weights=WeightFormats("test", rules))
+    parts = 1 if whole_experts else size
+    rows = torch.randn(9, 96, generator=torch.Generator().manual_seed(5))
+
+    def check(group: Group) -> None:
+        model = build_model(
+            spec,
+            tmp_path,
+            dtype=torch.float32,
+            device=CPU,
+            group=group,
+            load_format="dummy",
+            max_sequence_length=CONTEXT,
+            fused_experts=True,
+            whole_experts=whole_experts,
+            keeps_experts=lambda form: has_expert_kernels(form, spec, parts),
+        )
+        modules = [module for module in model.modules() if isinstance(module, ExpertsMLP)]
+        made: Any = TwinExperts()
+        for module in modules:
+            expected = [module.part(Normed(of), pdl=False) for of in (rows, rows[:2])]
+            module.use_kernels(made)
+            assert (module.weights.kinds is None) == (form is None)
+            assert not module.memory.has_shared and not module.has_half_norms
+            found = [module.part(Normed(of), pdl=False) for of in (rows, rows[:2])]
+            for one, other in zip(found, expected, strict=True):
+                torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-4)
+        assert modules and made.calls == [9, 2] * len(modules)
+
+    on_ranks(size, check)
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -200,11 +200,10 @@ def cut_prefixes(begins: HostArray, most: int) -> Iterator[tuple[HostArray, Host
     of at most ``most`` positions in total: (first positions, ends) of each chunk's part."""
     last = np.cumsum(begins)
     first = last - begins  # of each prefix in all of them
-    for begin in range(0, int(last[-1]), most):
-        of_piece = (
-            np.clip(edge - first, 0, begins) for edge in (begin, min(begin + most, int(last[-1])))
-        )
-        yield tuple(of_piece)
+    total = int(last[-1])
+    for begin in range(0, total, most):
+        end = min(begin + most, total)
+        yield np.clip(begin - first, 0, begins), np.clip(end - first, 0, begins)
 
 
 def _gather(kv: PagedKV, slots: Tensor, dtype: torch.dtype) -> Tensor:

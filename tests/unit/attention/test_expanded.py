@@ -48,16 +48,16 @@ def test_expanded_latents_give_what_latents_give(
     assert most_positions(setting.shape, 4) == most
     prompts = Prompts.of(setting)
     up = torch.randn(HEADS, NOPE + VALUE, LATENT) / LATENT**0.5
-    of_keys, of_values = up.split([NOPE, VALUE], dim=1)
+    of_keys, of_values = up.tensor_split([NOPE], dim=1)
     q = torch.randn(len(prompts.q), HEADS, NOPE + ROPE)
-    unrotated, rotated = q.split([NOPE, ROPE], dim=2)
+    unrotated, rotated = q.tensor_split([NOPE], dim=2)
     queries = torch.cat([torch.einsum("thn,hnl->thl", unrotated, of_keys), rotated], dim=2)
     absorbed = torch.empty(len(q), HEADS, LATENT)
     attention = SdpaAttention(setting)
     attention.plan_chunks(prompts.chunks())(absorbed, queries, prompts.paged.kv, 0)
 
     def expand(stored: Tensor) -> tuple[Tensor, Tensor]:
-        latents, keys = stored.split([LATENT, ROPE], dim=1)
+        latents, keys = stored.tensor_split([LATENT], dim=1)
         both = torch.einsum("pl,hkl->phk", latents, up)
         of_heads = keys[:, None].expand(-1, HEADS, -1)
         return torch.cat([both[..., :NOPE], of_heads], dim=2), both[..., NOPE:]

@@ -13,9 +13,12 @@ Several tokens of one sequence are computed in blocks. Within a block what a tok
 others is a matrix of products C B^T, weighted by decays and steps, so everything is GEMMs. Only the
 state goes from one block to the next.
 
-Knows only tensors and slots of states. States and sums are computed in float32, whatever the dtype
-of the inputs; the kernels' GEMMs over blocks take operands of that dtype. In slots S may have 16
-bits: then it is rounded whenever it is written.
+The decode steps of many rows leave updates pending (``layer_states``). There S is transposed: the
+key of an update is B, and its value dt x.
+
+Knows only tensors, slots of states and positions. States and sums are computed in float32, whatever
+the dtype of the inputs; the kernels' GEMMs over blocks take operands of that dtype. In slots S may
+have 16 bits: then it is rounded whenever it is written.
 """
 
 from __future__ import annotations
@@ -77,6 +80,7 @@ def mamba_step(
     weights: MambaWeights,
     states: LayerStates,
     slots: Tensor,
+    positions: Tensor,
     *,
     pdl: bool = False,
 ) -> None:
@@ -84,21 +88,24 @@ def mamba_step(
     updated in place.
 
     ``out`` [num_tokens, num_heads * head_dim] gets the result. ``slots`` int64 [num_rows] is -1 for
-    a token that is left to others. With ``pdl`` the kernel before this one must not write
-    ``states`` or ``slots``.
+    a token that is left to others; ``positions``, of at least these tokens, are integers. With
+    ``pdl`` the kernel before this one must not write ``states``, ``slots`` or ``positions``.
     """
     if not use_triton(out):
         mamba_step_reference(out, inputs, weights, states, slots)
         return
     from minisgl_backend.kernels.triton_kernels.mamba_step import launch_mamba_step
 
+    pending = states.pending
     launch_mamba_step(
         out,
         (inputs.z, inputs.channels, inputs.steps),
         (weights.conv, weights.conv_bias),
         (weights.log_rates, weights.biases, weights.skips, weights.norm),
         (states.conv, states.matrices),
+        (pending.keys, pending.values, pending.decays, pending.begins),
         slots,
+        positions,
         num_groups=weights.num_groups,
         eps=weights.eps,
         time_steps=weights.time_steps,
@@ -123,6 +130,7 @@ def mamba_runs(
         (inputs.z, convolved, inputs.steps),
         (weights.log_rates, weights.biases, weights.skips, weights.norm),
         states.matrices,
+        states.pending.begins,
         runs.blocks,
         runs.lines,
         num_groups=weights.num_groups,
@@ -169,6 +177,7 @@ def mamba_runs_reference(
                 out[begin:end] = _gated(found, inputs.z[begin:end], weights)
             matrices[slot] = stored(state, matrices.dtype)
             begin = end
+        states.pending.clear(run.slot, run.end_position)
 
 
 def _parts(

@@ -24,9 +24,9 @@ from minisgl_backend.kernels.gated_delta import (
     DeltaInputs,
     DeltaStates,
     DeltaWeights,
-    PendingCorrections,
     delta_step,
 )
+from minisgl_backend.kernels.layer_states import PendingUpdates
 from minisgl_backend.plan import WHOLE_EVERY
 
 KEY_HEADS: Final = 16
@@ -62,7 +62,7 @@ def made_layer(num_heads: int, num_rows: int, dtype: torch.dtype, device: torch.
         conv=normal(num_rows, num_channels, WIDTH - 1),
         matrices=normal(num_rows, num_heads, HEAD_DIM, HEAD_DIM).to(dtype),
         readers=torch.zeros(num_rows, KEY_HEADS, dtype=torch.int32, device=device),
-        pending=PendingCorrections.none(num_rows, KEY_HEADS, num_heads, HEAD_DIM, HEAD_DIM, device),
+        pending=PendingUpdates.none(num_rows, KEY_HEADS, num_heads, HEAD_DIM, HEAD_DIM, device),
     )
     return normal(num_rows, num_heads, HEAD_DIM), inputs, weights, states
 

@@ -24,6 +24,7 @@ have 16 bits: then it is rounded whenever it is written.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +38,10 @@ from minisgl_backend.kernels.causal_conv import (
 from minisgl_backend.kernels.delta_runs import BLOCK, Runs
 from minisgl_backend.kernels.dispatch import use_triton
 from minisgl_backend.kernels.layer_states import LayerStates, rows_of, stored
+
+_MANY_BYTES: Final = 16 * 2**20
+"""Of the states of a step's rows in a layer. From then on, not to write them saves more time than
+another launch takes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,6 +87,7 @@ def mamba_step(
     slots: Tensor,
     positions: Tensor,
     *,
+    leaves: bool | None = None,
     pdl: bool = False,
 ) -> None:
     """The layer between its projections for the first tokens, one per row, whose ``states`` are
@@ -90,12 +96,15 @@ def mamba_step(
     ``out`` [num_tokens, num_heads * head_dim] gets the result. ``slots`` int64 [num_rows] is -1 for
     a token that is left to others; ``positions``, of at least these tokens, are integers. With
     ``pdl`` the kernel before this one must not write ``states``, ``slots`` or ``positions``.
+    ``leaves``: whether updates may be left pending; None: if that is faster.
     """
     if not use_triton(out):
         mamba_step_reference(out, inputs, weights, states, slots)
         return
     from minisgl_backend.kernels.triton_kernels.mamba_step import launch_mamba_step
 
+    if leaves is None:
+        leaves = len(slots) * states.matrices[0].nbytes >= _MANY_BYTES
     pending = states.pending
     launch_mamba_step(
         out,
@@ -109,6 +118,7 @@ def mamba_step(
         num_groups=weights.num_groups,
         eps=weights.eps,
         time_steps=weights.time_steps,
+        leaves=leaves,
         pdl=pdl,
     )
 

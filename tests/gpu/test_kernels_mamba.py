@@ -20,6 +20,8 @@ from tests.gpu.compare import TOLERANCE, assert_close, relative_error
 
 TINY = (2, 4, 24, 20)
 """Groups, heads, values of a head and numbers of a state for each."""
+SEVERAL_PROGRAMS = (1, 6, 40, 24)
+"""The heads of the group are those of a program of ``_prepare``, and some more."""
 SHAPES = (
     [TINY, (1, 2, 40, 64)]
     if is_interpreted()
@@ -27,8 +29,6 @@ SHAPES = (
 )
 OF_16_BITS = [torch.bfloat16, torch.float16]
 NO_LIMITS = (0.0, math.inf)
-MANY_BYTES = "minisgl_backend.kernels.triton_kernels.mamba_step._MANY_BYTES"
-"""Of states, from which on steps leave updates pending."""
 
 
 def num_channels(shape: tuple[int, ...]) -> int:
@@ -110,7 +110,7 @@ def test_mamba_step(
         out, expected = (torch.full_like(inputs.z, 7.0).contiguous() for _ in range(2))
         positions = torch.full((len(slots),), step, device=device)
         mamba.mamba_step_reference(expected, inputs, weights, wanted, slots)
-        mamba.mamba_step(out, inputs, weights, states, slots, positions)
+        mamba.mamba_step(out, inputs, weights, states, slots, positions, leaves=False)
         assert_close(out, expected, tolerance=2 * max(TOLERANCE[dtype], TOLERANCE[state_dtype]))
         assert (out[1] == 7).all()
         assert torch.equal(states.conv, wanted.conv)
@@ -126,6 +126,7 @@ def test_mamba_step(
     [
         *product(SHAPES, [4], [torch.float32]),
         (TINY, 2, torch.float32),
+        (SEVERAL_PROGRAMS, 4, torch.float32),
         *((TINY, 4, each) for each in OF_16_BITS),
     ],
 )
@@ -135,7 +136,6 @@ def test_steps_of_many_rows(
     shape: tuple[int, ...],
     width: int,
     state_dtype: torch.dtype,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Steps leave updates pending, from all places on, with steps that leave none and a prompt in
     between. States are whole when the next position is a multiple of ``WHOLE_EVERY``."""
@@ -163,8 +163,7 @@ def test_steps_of_many_rows(
         out, expected = (torch.full_like(inputs.z, 7.0).contiguous() for _ in range(2))
         mamba.mamba_step_reference(expected, inputs, weights, wanted, slots)
         leaves = step not in (2 * WHOLE_EVERY - 3, 2 * WHOLE_EVERY)
-        monkeypatch.setattr(MANY_BYTES, 0 if leaves else math.inf)
-        mamba.mamba_step(out, inputs, weights, states, slots, positions)
+        mamba.mamba_step(out, inputs, weights, states, slots, positions, leaves=leaves)
         assert_close(out, expected, tolerance=tolerance)
         assert torch.equal(states.conv, wanted.conv)
         positions += 1
@@ -178,14 +177,13 @@ def test_steps_of_many_rows(
 
 @pytest.mark.parametrize("limits", [(0.5, math.inf), (0.25, 0.75)])
 @pytest.mark.parametrize("whole", [True, False])
-@pytest.mark.parametrize("few", [True, False])
+@pytest.mark.parametrize("leaves", [True, False])
 def test_steps_have_limits(
     device: torch.device,
     dtype: torch.dtype,
     limits: tuple[float, float],
     whole: bool,
-    few: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    leaves: bool,
 ) -> None:
     """Also without the convolution's bias, and without a norm, in both kernels for steps."""
     weights = replace(made_weights(TINY, device, dtype), time_steps=limits)
@@ -199,8 +197,7 @@ def test_steps_have_limits(
     runs = runs_on(device, [Run(1, 70, 0, 0)])
     mamba.mamba_step_reference(expected, inputs, weights, wanted, slots)
     mamba.mamba_runs_reference(expected, inputs, weights, wanted, runs)
-    monkeypatch.setattr(MANY_BYTES, math.inf if few else 0)
-    mamba.mamba_step(out, inputs, weights, states, slots, positions)
+    mamba.mamba_step(out, inputs, weights, states, slots, positions, leaves=leaves)
     mamba.mamba_runs(out, inputs, weights, states, runs)
     tolerance = 5e-5 if dtype == torch.float32 else 2 * TOLERANCE[dtype]
     assert relative_error(out, expected) < tolerance
@@ -253,13 +250,12 @@ def test_mamba_runs(
 
 
 @pytest.mark.parametrize("state_dtype", OF_16_BITS)
-@pytest.mark.parametrize("few", [True, False])
+@pytest.mark.parametrize("leaves", [True, False])
 def test_large_states_stay_finite(
     device: torch.device,
     dtype: torch.dtype,
     state_dtype: torch.dtype,
-    few: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    leaves: bool,
 ) -> None:
     """States beyond the largest float16, in all kernels; NaN stays NaN."""
     weights, end = made_weights(TINY, device, dtype), 8
@@ -274,8 +270,7 @@ def test_large_states_stay_finite(
     states.pending.begins[1] = WHOLE_EVERY - 1
     mamba.mamba_step_reference(expected, inputs, weights, wanted, slots)
     mamba.mamba_runs_reference(expected, inputs, weights, wanted, runs)
-    monkeypatch.setattr(MANY_BYTES, math.inf if few else 0)
-    mamba.mamba_step(out, inputs, weights, states, slots, positions)
+    mamba.mamba_step(out, inputs, weights, states, slots, positions, leaves=leaves)
     mamba.mamba_runs(out, inputs, weights, states, runs)
     assert states.matrices[1, 0].isnan().any()
     for slot in (1, 2, 3):

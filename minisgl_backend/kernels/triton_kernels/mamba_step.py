@@ -38,8 +38,6 @@ from minisgl_backend.plan import WHOLE_EVERY
 
 _FEW_ROWS: Final = 8
 """Up to this many rows, a program of ``_step`` takes fewer values of a head."""
-_MANY_BYTES: Final = 16 * 2**20
-"""From this many bytes of states on, leaving updates pending saves more than a launch costs."""
 _PREPARED: Final = 256
 """Values of a program of ``_prepare``."""
 _READ: Final = 4096
@@ -357,12 +355,12 @@ def _gated_norm(
     eps,
     GROUPS: tl.constexpr,
     HEADS: tl.constexpr,
-    SIZE: tl.constexpr,  # values of a group
-    NORMS: tl.constexpr,
+    P: tl.constexpr,
     N: tl.constexpr,
     NP: tl.constexpr,
-    BLOCK: tl.constexpr,  # SIZE, padded to a power of two
+    BLOCK: tl.constexpr,  # values of a group, padded to a power of two
     HP: tl.constexpr,  # heads of a group, padded to a power of two
+    NORMS: tl.constexpr,
     WIDTH: tl.constexpr,
     LEAVES: tl.constexpr,  # whether the update may be pending
     EVERY: tl.constexpr,
@@ -373,6 +371,8 @@ def _gated_norm(
         allow_next()
     slot = tl.load(slots_ptr + row).to(tl.int64)
     place = (tl.load(positions_ptr + row) % EVERY).to(tl.int32)
+    SHARING: tl.constexpr = HEADS // GROUPS  # heads
+    SIZE: tl.constexpr = SHARING * P  # values of a group
     i = group * SIZE + tl.arange(0, BLOCK)
     inside = tl.arange(0, BLOCK) < SIZE
     if PDL:
@@ -390,7 +390,6 @@ def _gated_norm(
         c = (GROUPS * SIZE + (part * GROUPS + group) * N) + n
         own = tl.load(token + c, mask=n < N, other=0.0)
         keep_inputs_of_token(row_inputs, (), own, c, n < N, WIDTH, False)
-    SHARING: tl.constexpr = HEADS // GROUPS
     h = tl.arange(0, HP)
     is_whole = (not LEAVES) | (place == EVERY - 1)
     begins = begins_ptr + slot * HEADS + group * SHARING + h
@@ -410,6 +409,7 @@ def launch_mamba_step(
     num_groups: int,
     eps: float,
     time_steps: tuple[float, float],
+    leaves: bool,
     pdl: bool,
 ) -> None:
     """See ``minisgl_backend.kernels.mamba.mamba_step``. ``inputs``: the fields of ``MambaInputs``;
@@ -424,7 +424,8 @@ def launch_mamba_step(
     assert all(of.is_contiguous() for of in (out, weight, kept[0], matrices[0], *pending))
     assert z.stride(1) == channels.stride(1) == steps.stride(1) == 1
     assert kept.shape[2] == weight.shape[1] - 1
-    padded, width = triton.next_power_of_2(state_size), weight.shape[1]
+    sharing = num_heads // num_groups
+    padded = triton.next_power_of_2(state_size)
     shape: dict[str, Any] = {
         "GROUPS": num_groups,
         "HEADS": num_heads,
@@ -435,37 +436,31 @@ def launch_mamba_step(
         "PDL": pdl,
         **launch_options(pdl),
     }
-    before: dict[str, Any] = {
-        "LOWEST": time_steps[0],
+    width = weight.shape[1]
+    conv_and_step: dict[str, Any] = {
         "WIDTH": width,
         "BIAS": bias is not None,
+        "LOWEST": time_steps[0],
         "HIGHEST": None if math.isinf(time_steps[1]) else time_steps[1],
     }
-    leaves = num_rows * matrices[0].nbytes >= _MANY_BYTES
+    of_tokens = channels, steps, weight, bias, *of_heads, kept
+    of_rows = *pending, slots, positions
+    strides = channels.stride(0), steps.stride(0), kept.stride(0)
     if leaves:
         begun = torch.empty(num_rows, num_heads, head_dim, device=out.device)
         readers = torch.empty(num_rows, num_groups, state_size, device=out.device)
-        sharing, wide = num_heads // num_groups, triton.next_power_of_2(head_dim)
+        wide = triton.next_power_of_2(head_dim)
         part = min(triton.next_power_of_2(sharing), max(1, _PREPARED // wide))
         _prepare[(triton.cdiv(sharing, part), num_groups, num_rows)](
             begun,
             readers,
-            channels,
-            steps,
-            weight,
-            bias,
-            *of_heads,
-            kept,
-            *pending,
-            slots,
-            positions,
-            channels.stride(0),
-            steps.stride(0),
-            kept.stride(0),
+            *of_tokens,
+            *of_rows,
+            *strides,
             PP=wide,
             PART=part,
             num_warps=4,
-            **before,
+            **conv_and_step,
             **shape,
         )
         part = min(wide, max(1, _READ // padded))
@@ -474,9 +469,7 @@ def launch_mamba_step(
             begun,
             readers,
             matrices,
-            *pending,
-            slots,
-            positions,
+            *of_rows,
             matrices.stride(0),
             PART=part,
             num_warps=4,
@@ -487,28 +480,17 @@ def launch_mamba_step(
         part = 16 if num_rows <= _FEW_ROWS else 32
         _step[(triton.cdiv(head_dim, part), num_heads, num_rows)](
             out,
-            channels,
-            steps,
-            weight,
-            bias,
-            *of_heads,
-            kept,
+            *of_tokens,
             matrices,
-            *pending,
-            slots,
-            positions,
-            channels.stride(0),
-            steps.stride(0),
-            kept.stride(0),
+            *of_rows,
+            *strides,
             matrices.stride(0),
             PART=part,
             num_warps=4 if part * padded <= 4096 else 8,
-            **before,
+            **conv_and_step,
             **shape,
         )
-    size = num_heads * head_dim // num_groups
-    block = triton.next_power_of_2(size)
-    shape.pop("P")
+    block = triton.next_power_of_2(sharing * head_dim)
     _gated_norm[(num_groups, num_rows)](
         out,
         z,
@@ -522,10 +504,9 @@ def launch_mamba_step(
         channels.stride(0),
         kept.stride(0),
         eps,
-        SIZE=size,
-        NORMS=norm is not None,
         BLOCK=block,
-        HP=triton.next_power_of_2(num_heads // num_groups),
+        HP=triton.next_power_of_2(sharing),
+        NORMS=norm is not None,
         WIDTH=width,
         LEAVES=leaves,
         num_warps=4 if block < 4096 else 8,

@@ -107,19 +107,6 @@ def _step(
     of_head = slot * HEADS + head
     begin = tl.load(begins_ptr + of_head, cache_modifier=".cg")
     group = head // (HEADS // GROUPS)
-    if begin < place:
-        state = with_pending(
-            state,
-            values_ptr + of_head * (EVERY * P),
-            keys_ptr + (slot * GROUPS + group) * (EVERY * N),
-            decays_ptr + of_head * EVERY,
-            begin,
-            place,
-            p,
-            n,
-            P,
-            N,
-        )
     of_x = head * P + p
     of_b = HEADS * P + group * N + n
     of_c = of_b + GROUPS * N
@@ -132,6 +119,19 @@ def _step(
     c_begun = _biased(c_begun, conv_bias_ptr, of_c, in_n, BIAS)
     log_rate, bias = tl.load(log_rates_ptr + head), tl.load(bias_ptr + head)
     skip = tl.load(skips_ptr + head).to(tl.float32)
+    if begin < place:  # now that all loads are under way
+        state = with_pending(
+            state,
+            values_ptr + of_head * (EVERY * P),
+            keys_ptr + (slot * GROUPS + group) * (EVERY * N),
+            decays_ptr + of_head * EVERY,
+            begin,
+            place,
+            p,
+            n,
+            P,
+            N,
+        )
     if PDL:
         wait_previous()
     token = channels_ptr + row * channels_stride

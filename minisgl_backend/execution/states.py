@@ -8,15 +8,14 @@ launches. These are the slots:
     [num_rows]                    the dummy row, whose states no request reads
     [num_rows + 1, num_slots)     snapshots
 
-The corrections that states of Gated DeltaNet may lack (``gated_delta.PendingCorrections``) are
-beside those of rows, and are none when a slot is copied.
+The updates that states of rows may lack (``PendingUpdates``) are beside them, and there are none
+when a slot is copied.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import numpy as np
 import torch
@@ -24,10 +23,10 @@ import torch
 from minisgl_backend.device.base import Device
 from minisgl_backend.execution.flat_batch import FlatBatch
 from minisgl_backend.kernels.delta_runs import BLOCK, Run, Runs, num_blocks, runs_table
-from minisgl_backend.kernels.gated_delta import DeltaStates, PendingCorrections
-from minisgl_backend.kernels.layer_states import LayerStates
+from minisgl_backend.kernels.gated_delta import DeltaStates
+from minisgl_backend.kernels.layer_states import LayerStates, PendingUpdates
 from minisgl_backend.models.spec import DeltaSpec, RecurrentSpec
-from minisgl_backend.plan import NO_SNAPSHOT, WHOLE_EVERY
+from minisgl_backend.plan import NO_SNAPSHOT
 from minisgl_backend.request import IntArray
 
 
@@ -54,18 +53,17 @@ class StateStorage:
         matrices = (*slots, *shape.matrices)
         self._conv = torch.zeros(conv, dtype=dtype, device=device)
         self._matrices = torch.zeros(matrices, dtype=state_dtype, device=device)
-        states = zip(self._conv.unbind(1), self._matrices.unbind(1), strict=True)
-        self.layers: Sequence[LayerStates]
+        self.layers: Sequence[LayerStates] = [
+            LayerStates(*states, PendingUpdates.none(num_rows + 1, *shape.updates, device))
+            for states in zip(self._conv.unbind(1), self._matrices.unbind(1), strict=True)
+        ]
         if isinstance(shape, DeltaSpec):
             readers = torch.zeros(
                 (num_slots, shape.num_key_heads), dtype=torch.int32, device=device
             )
-            pending = partial(
-                PendingCorrections.none, num_rows + 1, shape.num_key_heads, *shape.matrices, device
-            )
-            self.layers = [DeltaStates(*of_layer, readers, pending()) for of_layer in states]
-        else:
-            self.layers = [LayerStates(*of_layer) for of_layer in states]
+            self.layers = [
+                DeltaStates(each.conv, each.matrices, each.pending, readers) for each in self.layers
+            ]
 
     def keep(self, rows: IntArray, snapshots: IntArray) -> None:
         """Copy the present states of rows to snapshots; both int32[num_kept]."""
@@ -137,12 +135,8 @@ class CapturedRuns:
 
 
 def pending_bytes(shape: RecurrentSpec) -> int:
-    """The bytes of the corrections of one row that may be pending in all layers, on one rank."""
-    if not isinstance(shape, DeltaSpec):
-        return 0
-    keys = shape.num_key_heads * shape.key_dim
-    per_place = keys + shape.num_heads * (shape.value_dim + 1)
-    return len(shape.layers) * (4 * WHOLE_EVERY * per_place + 4 * shape.num_heads)
+    """The bytes of the updates of one row that may be pending in all layers, on one rank."""
+    return len(shape.layers) * PendingUpdates.num_bytes(*shape.updates)
 
 
 def bytes_per_slot(shape: RecurrentSpec, dtype: torch.dtype, state_dtype: torch.dtype) -> int:

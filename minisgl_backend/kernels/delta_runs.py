@@ -1,7 +1,7 @@
 """The prompt chunks of a step, cut into blocks of tokens, for layers with recurrent states.
 
 Knows indices of tokens and slots of states. Must not know what is computed with a block
-(``gated_delta``), or which request has a slot.
+(``gated_delta``, ``mamba``), or which request has a slot.
 """
 
 from __future__ import annotations
@@ -38,6 +38,11 @@ class Run:
     def is_fresh(self) -> bool:
         """Whether the run begins a sequence."""
         return self.position == 0
+
+    @property
+    def end_position(self) -> int:
+        """That of the row's token after the run."""
+        return self.position + self.end - self.begin
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -10,15 +10,8 @@ triangular system (the UT transform, arXiv 2406.06484), so everything else is GE
 goes from one block to the next. Before the rule, queries, keys and values go through a causal
 convolution over the last few tokens, whose own state is the inputs of those tokens.
 
-In decode steps of many rows, reading and writing S takes most of the time. So their kernel
-(``cuda/delta_step``) writes S only if the next position is a multiple of ``WHOLE_EVERY``. The
-corrections c = beta (v - k^T S) of the tokens since then are *pending*: with d(i) the log of the
-decay up to and including token i since S' was written, the state after token t is
-
-    S = exp(d(t)) S' + sum over i <= t of exp(d(t) - d(i)) k(i) c(i)^T
-
-A run of several tokens begins with no correction pending, and leaves none. The other kernel for
-steps adds those that it finds, and leaves none.
+The decode steps of many rows have a kernel (``cuda/delta_step``) that leaves updates pending
+(``layer_states``). The value of an update is the correction beta (v - k^T S).
 
 Knows only tensors, slots of states and positions. States and sums are computed in float32, whatever
 the dtype of the inputs; the kernels' GEMMs over blocks take operands of that dtype, and those that
@@ -44,43 +37,8 @@ from minisgl_backend.kernels.causal_conv import (
 from minisgl_backend.kernels.delta_runs import BLOCK, Runs
 from minisgl_backend.kernels.dispatch import use_triton
 from minisgl_backend.kernels.layer_states import LayerStates, rows_of, stored
-from minisgl_backend.plan import WHOLE_EVERY
 
 _EPS: Final = 1e-6
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PendingCorrections:
-    """The corrections that a layer's ``matrices`` lack, by row; that of the token at position p has
-    the place p % WHOLE_EVERY. All are contiguous.
-
-    float32: ``keys`` [num_rows, num_key_heads, WHOLE_EVERY, key_dim], of unit length;
-    ``corrections`` [num_rows, num_heads, WHOLE_EVERY, value_dim]; ``decays`` [num_rows, num_heads,
-    WHOLE_EVERY]: logs, since the matrix was written. ``begins`` int32 [num_rows, num_heads]: the
-    place of the first correction that is pending.
-    """
-
-    keys: Tensor
-    corrections: Tensor
-    decays: Tensor
-    begins: Tensor
-
-    @classmethod
-    def none(
-        cls,
-        num_rows: int,
-        num_key_heads: int,
-        num_heads: int,
-        key_dim: int,
-        value_dim: int,
-        device: torch.device | None = None,
-    ) -> PendingCorrections:
-        """For rows that have no states yet."""
-        keys = torch.zeros(num_rows, num_key_heads, WHOLE_EVERY, key_dim, device=device)
-        corrections = torch.zeros(num_rows, num_heads, WHOLE_EVERY, value_dim, device=device)
-        decays = torch.zeros(num_rows, num_heads, WHOLE_EVERY, device=device)
-        begins = torch.zeros(num_rows, num_heads, dtype=torch.int32, device=device)
-        return cls(keys, corrections, decays, begins)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,12 +47,11 @@ class DeltaStates(LayerStates):
     value_dim].
 
     ``readers`` int32 [num_slots, num_key_heads] counts within a kernel, and is 0 otherwise; layers
-    may share it. None of this holds for the padding's slot, which several rows of a step have.
-    ``pending`` is of those slots that rows have, which come first.
+    may share it. None of this holds for the padding's slot, which several rows of a step have. The
+    keys of ``pending`` have unit length.
     """
 
     readers: Tensor
-    pending: PendingCorrections
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -160,7 +117,7 @@ def delta_step(
         inputs.b,
         (weights.conv, weights.log_rates, weights.biases, weights.norm),
         (states.conv, states.matrices, states.readers),
-        (pending.keys, pending.corrections, pending.decays, pending.begins),
+        (pending.keys, pending.values, pending.decays, pending.begins),
         slots,
         positions,
         num_key_heads=weights.num_key_heads,
@@ -229,8 +186,7 @@ def delta_runs_reference(
                 out[begin:end] = _gated(found, inputs.z[begin:end], weights)
             matrices[slot] = stored(state, matrices.dtype)
             begin = end
-        behind = run.position + run.end - run.begin
-        states.pending.begins[run.slot] = behind % WHOLE_EVERY
+        states.pending.clear(run.slot, run.end_position)
 
 
 def _heads(

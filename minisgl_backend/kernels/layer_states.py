@@ -1,6 +1,17 @@
 """The recurrent states of a layer, by slot: what all kinds of them have in common.
 
-Knows only tensors. Must not know how a state is computed (``gated_delta``, ``mamba``), or whose a
+A state is a matrix S of each head, which decays, and to which each token adds an update of rank 1.
+In decode steps of many rows, reading and writing S takes most of the time. So their kernels write
+S only if the next position is a multiple of ``WHOLE_EVERY``. The updates of the tokens since then
+are *pending*: with d(i) the log of the decay up to and including token i since S' was written, and
+k(i) v(i)^T its update, the state after token t is
+
+    S = exp(d(t)) S' + sum over i <= t of exp(d(t) - d(i)) k(i) v(i)^T
+
+A run of several tokens begins with no update pending, and leaves none. The kernels for steps of few
+rows add those that they find, and leave none.
+
+Knows only tensors. Must not know how an update is computed (``gated_delta``, ``mamba``), or whose a
 slot is.
 """
 
@@ -11,6 +22,52 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from minisgl_backend.plan import WHOLE_EVERY
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PendingUpdates:
+    """The updates that a layer's ``matrices`` lack, by row; that of the token at position p has the
+    place p % WHOLE_EVERY. All are contiguous.
+
+    float32: ``keys`` [num_rows, num_key_heads, WHOLE_EVERY, key_dim], which consecutive heads
+    share; ``values`` [num_rows, num_heads, WHOLE_EVERY, value_dim]; ``decays`` [num_rows,
+    num_heads, WHOLE_EVERY]: logs, since the matrix was written. ``begins`` int32 [num_rows,
+    num_heads]: the place of the first update that is pending.
+    """
+
+    keys: Tensor
+    values: Tensor
+    decays: Tensor
+    begins: Tensor
+
+    @classmethod
+    def none(
+        cls,
+        num_rows: int,
+        num_key_heads: int,
+        num_heads: int,
+        key_dim: int,
+        value_dim: int,
+        device: torch.device | None = None,
+    ) -> PendingUpdates:
+        """For rows that have no states yet."""
+        keys = torch.zeros(num_rows, num_key_heads, WHOLE_EVERY, key_dim, device=device)
+        values = torch.zeros(num_rows, num_heads, WHOLE_EVERY, value_dim, device=device)
+        decays = torch.zeros(num_rows, num_heads, WHOLE_EVERY, device=device)
+        begins = torch.zeros(num_rows, num_heads, dtype=torch.int32, device=device)
+        return cls(keys, values, decays, begins)
+
+    def clear(self, row: int, position: int) -> None:
+        """Nothing is pending in a row whose next token has this position."""
+        self.begins[row] = position % WHOLE_EVERY
+
+    @staticmethod
+    def num_bytes(num_key_heads: int, num_heads: int, key_dim: int, value_dim: int) -> int:
+        """Of one row."""
+        per_place = num_key_heads * key_dim + num_heads * (value_dim + 1)
+        return 4 * WHOLE_EVERY * per_place + 4 * num_heads
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerStates:
@@ -18,11 +75,13 @@ class LayerStates:
 
     ``conv`` [num_slots, num_channels, width - 1]: a convolution's last inputs. ``matrices``
     [num_slots, num_heads, rows, columns], float32, bfloat16 or float16: a matrix of each head. What
-    a slot has is contiguous, but other layers may have memory between slots.
+    a slot has is contiguous, but other layers may have memory between slots. ``pending`` is of
+    those slots that rows have, which come first.
     """
 
     conv: Tensor
     matrices: Tensor
+    pending: PendingUpdates
 
 
 def stored(state: Tensor, dtype: torch.dtype) -> Tensor:

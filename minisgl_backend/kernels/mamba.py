@@ -13,14 +13,18 @@ Several tokens of one sequence are computed in blocks. Within a block what a tok
 others is a matrix of products C B^T, weighted by decays and steps, so everything is GEMMs. Only the
 state goes from one block to the next.
 
-Knows only tensors and slots of states. States and sums are computed in float32, whatever the dtype
-of the inputs; the kernels' GEMMs over blocks take operands of that dtype. In slots S may have 16
-bits: then it is rounded whenever it is written.
+The decode steps of many rows leave updates pending (``layer_states``). There S is transposed: the
+key of an update is B, and its value dt x.
+
+Knows only tensors, slots of states and positions. States and sums are computed in float32, whatever
+the dtype of the inputs; the kernels' GEMMs over blocks take operands of that dtype. In slots S may
+have 16 bits: then it is rounded whenever it is written.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +38,10 @@ from minisgl_backend.kernels.causal_conv import (
 from minisgl_backend.kernels.delta_runs import BLOCK, Runs
 from minisgl_backend.kernels.dispatch import use_triton
 from minisgl_backend.kernels.layer_states import LayerStates, rows_of, stored
+
+_MANY_BYTES: Final = 16 * 2**20
+"""Of the states of a step's rows in a layer. From then on, not to write them saves more time than
+another launch takes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,31 +85,40 @@ def mamba_step(
     weights: MambaWeights,
     states: LayerStates,
     slots: Tensor,
+    positions: Tensor,
     *,
+    leaves: bool | None = None,
     pdl: bool = False,
 ) -> None:
     """The layer between its projections for the first tokens, one per row, whose ``states`` are
     updated in place.
 
     ``out`` [num_tokens, num_heads * head_dim] gets the result. ``slots`` int64 [num_rows] is -1 for
-    a token that is left to others. With ``pdl`` the kernel before this one must not write
-    ``states`` or ``slots``.
+    a token that is left to others; ``positions``, of at least these tokens, are integers. With
+    ``pdl`` the kernel before this one must not write ``states``, ``slots`` or ``positions``.
+    ``leaves``: whether updates may be left pending; None: if that is faster.
     """
     if not use_triton(out):
         mamba_step_reference(out, inputs, weights, states, slots)
         return
     from minisgl_backend.kernels.triton_kernels.mamba_step import launch_mamba_step
 
+    if leaves is None:
+        leaves = len(slots) * states.matrices[0].nbytes >= _MANY_BYTES
+    pending = states.pending
     launch_mamba_step(
         out,
         (inputs.z, inputs.channels, inputs.steps),
         (weights.conv, weights.conv_bias),
         (weights.log_rates, weights.biases, weights.skips, weights.norm),
         (states.conv, states.matrices),
+        (pending.keys, pending.values, pending.decays, pending.begins),
         slots,
+        positions,
         num_groups=weights.num_groups,
         eps=weights.eps,
         time_steps=weights.time_steps,
+        leaves=leaves,
         pdl=pdl,
     )
 
@@ -123,6 +140,7 @@ def mamba_runs(
         (inputs.z, convolved, inputs.steps),
         (weights.log_rates, weights.biases, weights.skips, weights.norm),
         states.matrices,
+        states.pending.begins,
         runs.blocks,
         runs.lines,
         num_groups=weights.num_groups,
@@ -169,6 +187,7 @@ def mamba_runs_reference(
                 out[begin:end] = _gated(found, inputs.z[begin:end], weights)
             matrices[slot] = stored(state, matrices.dtype)
             begin = end
+        states.pending.clear(run.slot, run.end_position)
 
 
 def _parts(

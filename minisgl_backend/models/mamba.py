@@ -128,7 +128,8 @@ class MambaMixer(nn.Module):
         inputs = MambaInputs(*projected.tensor_split([first, last], dim=1))
         out = torch.empty(inputs.z.shape, dtype=inputs.z.dtype, device=inputs.z.device)
         if len(slots := rows.decode_slots):
-            mamba_step(out, inputs, weights, self.states, slots, pdl=step.pdl)
+            positions = step.places.positions
+            mamba_step(out, inputs, weights, self.states, slots, positions, pdl=step.pdl)
         if rows.runs is not None:
             mamba_runs(out, inputs, weights, self.states, rows.runs)
         if self._across is None or self.norm_weight is None:

@@ -143,6 +143,11 @@ class DeltaSpec:
         return self.num_heads, self.key_dim, self.value_dim
 
     @property
+    def updates(self) -> tuple[int, int, int, int]:
+        """What a token adds to the matrices: the number of keys, of values, and their sizes."""
+        return self.num_key_heads, self.num_heads, self.key_dim, self.value_dim
+
+    @property
     def num_rows(self) -> int:
         """Number of rows of hidden_size numbers in a layer's projections."""
         return self.num_channels + 2 * self.value_size + 2 * self.num_heads
@@ -209,6 +214,11 @@ class MambaSpec:
     def matrices(self) -> tuple[int, int, int]:
         """The shape of a row's state besides the convolution's: a matrix for each head."""
         return self.num_heads, self.head_dim, self.state_size
+
+    @property
+    def updates(self) -> tuple[int, int, int, int]:
+        """What a token adds to the matrices: the number of keys, of values, and their sizes."""
+        return self.num_groups, self.num_heads, self.state_size, self.head_dim
 
     @property
     def num_rows(self) -> int:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from minisgl_backend.cli.main import main
 from minisgl_backend.models.decoder import Decoder
-from minisgl_backend.models.spec import DeltaSpec, MambaSpec
+from minisgl_backend.plan import WHOLE_EVERY
 from minisgl_bench.step_bytes import bytes_of_decode
 from tests.conformance.checkpoints import CONTEXT, write_checkpoint
 from tests.conformance.engines import TinyEngine, load_model
@@ -78,27 +78,16 @@ def test_experts_count_as_often_as_they_are_chosen(tmp_path: Path) -> None:
         )
 
 
-def test_recurrent_states_are_read_and_now_and_then_written(tmp_path: Path) -> None:
-    with bound("qwen3.5", tmp_path) as (model, _):
+@pytest.mark.parametrize("case", ["qwen3.5", "nemotron-h"])
+def test_recurrent_states_are_read_and_now_and_then_written(case: str, tmp_path: Path) -> None:
+    with bound(case, tmp_path) as (model, _):
         shape = model.spec.recurrent
-        assert isinstance(shape, DeltaSpec)
-        local = shape.of_rank(1)
-        matrices = local.num_heads * local.key_dim * local.value_dim
-        state = (matrices + local.num_channels * (local.conv_width - 1)) * FLOAT
-        num_recurrent = model.spec.num_layers - len(model.spec.attention_layers)
+        assert shape is not None
+        numbers = math.prod(shape.matrices) + shape.num_channels * (shape.conv_width - 1)
+        state = numbers * FLOAT
         row = bytes_of_decode(model, 2, 7) - bytes_of_decode(model, 1, 7)
-        pages = len(model.spec.attention_layers) * 7 * of_position(model, 3)
-        assert row == num_recurrent * (state + state // 8) + pages
-
-
-def test_states_of_mamba_are_read_and_written(tmp_path: Path) -> None:
-    with bound("nemotron-h", tmp_path) as (model, _):
-        shape = model.spec.recurrent
-        assert isinstance(shape, MambaSpec)
-        state = math.prod(shape.matrices) + shape.num_channels * (shape.conv_width - 1)
-        row = bytes_of_decode(model, 2, 7) - bytes_of_decode(model, 1, 7)
-        pages = 7 * of_position(model, model.spec.attention_layers[0])
-        assert row == len(shape.layers) * 2 * state * FLOAT + pages
+        pages = 7 * sum(of_position(model, layer) for layer in model.spec.attention_layers)
+        assert row == len(shape.layers) * (state + state // WHOLE_EVERY) + pages
 
 
 def test_the_benchmark_shows_the_time_at_a_rate(tmp_path: Path) -> None:

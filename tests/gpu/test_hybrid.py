@@ -96,13 +96,20 @@ def test_tokens_in_bf16(
 
 
 @pytest.mark.parametrize("state_dtype", ["float32", "float16"])
-def test_tokens_with_pending_corrections(
-    state_dtype: str, prompts: list[IntArray], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("case", ["broad", "broad-nemotron", "broad-granite"])
+def test_tokens_with_pending_updates(
+    case: str,
+    state_dtype: str,
+    prompts: list[IntArray],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The same with the kernel for decode steps of many rows."""
-    kernel = "minisgl_backend.kernels.cuda.delta_step"
-    monkeypatch.setattr(f"{kernel}._LEAST_STATES", 8)  # those of two rows
-    check_tokens_in_bf16("broad", {**BROAD, "state_dtype": state_dtype}, prompts, tmp_path)
+    """The same with the kernels for decode steps of many rows, from a few rows on."""
+    kernels = "minisgl_backend.kernels"
+    monkeypatch.setattr(f"{kernels}.cuda.delta_step._LEAST_STATES", 8)
+    row_bytes = 16 * 80 * 128 * (4 if state_dtype == "float32" else 2)  # at most
+    monkeypatch.setattr(f"{kernels}.mamba._MANY_BYTES", 2 * row_bytes)
+    check_tokens_in_bf16(case, {**BROAD, "state_dtype": state_dtype}, prompts, tmp_path)
 
 
 def check_tokens_in_bf16(

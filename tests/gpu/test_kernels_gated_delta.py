@@ -16,8 +16,8 @@ from minisgl_backend.kernels.gated_delta import (
     DeltaInputs,
     DeltaStates,
     DeltaWeights,
-    PendingCorrections,
 )
+from minisgl_backend.kernels.layer_states import PendingUpdates
 from minisgl_backend.plan import WHOLE_EVERY
 from tests.gpu.compare import TOLERANCE, assert_close, relative_error
 
@@ -73,8 +73,8 @@ def made_states(
         DeltaStates(
             conv.clone()[:, 1],
             matrices.clone()[:, 1],
+            PendingUpdates.none(slots, key_heads, heads, key_dim, value_dim, device),
             readers,
-            PendingCorrections.none(slots, key_heads, heads, key_dim, value_dim, device),
         )
         for _ in range(2)
     )
@@ -119,13 +119,13 @@ def test_delta_step(
     assert torch.equal(states.matrices[[0, 1, 3, 5]], begun[[0, 1, 3, 5]])
 
 
-def test_pending_corrections_are_added(device: torch.device, dtype: torch.dtype) -> None:
-    """A state with corrections that another kernel has left gives what the whole one gives."""
+def test_pending_updates_are_added(device: torch.device, dtype: torch.dtype) -> None:
+    """A state with updates that another kernel has left gives what the whole one gives."""
     weights, slots = made_weights(TINY, device, dtype), torch.tensor([1, 3, 0], device=device)
     states, wanted = made_states(TINY, 4, device, dtype)
     positions = torch.tensor([WHOLE_EVERY + 2, WHOLE_EVERY - 1, 5], device=device)
     pending = states.pending
-    for of_pending in (pending.keys, pending.corrections):
+    for of_pending in (pending.keys, pending.values):
         of_pending.normal_()
     pending.decays.copy_(torch.rand_like(pending.decays).neg_().cumsum(-1))
     pending.begins.copy_(torch.tensor([5, 1, 0, 0])[:, None])
@@ -136,7 +136,7 @@ def test_pending_corrections_are_added(device: torch.device, dtype: torch.dtype)
             for place in range(int(pending.begins[slot, head]), end):
                 left = (decays[end - 1] - decays[place]).exp()
                 key = pending.keys[slot, key_head, place]
-                state += left * torch.outer(key, pending.corrections[slot, head, place])
+                state += left * torch.outer(key, pending.values[slot, head, place])
     inputs = made_inputs(TINY, len(slots), device, dtype)
     out, expected = (torch.empty_like(inputs.z).contiguous() for _ in range(2))
     gated_delta.delta_step_reference(expected, inputs, weights, wanted, slots)
@@ -158,7 +158,7 @@ def test_pending_corrections_are_added(device: torch.device, dtype: torch.dtype)
 def test_steps_of_many_rows(
     device: torch.device, key_heads: int, heads: int, width: int, state_dtype: torch.dtype
 ) -> None:
-    """The kernel that leaves corrections pending, from all places on, with steps of the other one
+    """The kernel that leaves updates pending, from all places on, with steps of the other one
     in between. States are whole when the next position is a multiple of ``WHOLE_EVERY``."""
     if is_interpreted():
         pytest.skip("needs a GPU")
@@ -168,7 +168,7 @@ def test_steps_of_many_rows(
     kernel = DeltaStepKernel(key_heads, heads, width, state_dtype, device)
     weights = made_weights(shape, device, dtype, width=width)
     states, wanted = made_states(shape, 24, device, dtype, width=width, state_dtype=state_dtype)
-    for of_pending in (states.pending.keys, states.pending.corrections, states.pending.decays):
+    for of_pending in (states.pending.keys, states.pending.values, states.pending.decays):
         of_pending.fill_(torch.nan)  # left by other requests
     begun = states.matrices.clone()
     slots = torch.randperm(24, device=device)[:21]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 
@@ -12,12 +13,15 @@ import torch
 from minisgl_backend.kernels import mamba
 from minisgl_backend.kernels.delta_runs import Run, Runs, num_blocks, runs_table
 from minisgl_backend.kernels.dispatch import is_interpreted
-from minisgl_backend.kernels.layer_states import LayerStates
+from minisgl_backend.kernels.layer_states import LayerStates, PendingUpdates
 from minisgl_backend.kernels.mamba import MambaInputs, MambaWeights
+from minisgl_backend.plan import WHOLE_EVERY
 from tests.gpu.compare import TOLERANCE, assert_close, relative_error
 
 TINY = (2, 4, 24, 20)
 """Groups, heads, values of a head and numbers of a state for each."""
+SEVERAL_PROGRAMS = (1, 6, 40, 24)
+"""The heads of the group are those of a program of ``_prepare``, and some more."""
 SHAPES = (
     [TINY, (1, 2, 40, 64)]
     if is_interpreted()
@@ -65,11 +69,22 @@ def made_states(
     state_dtype: torch.dtype = torch.float32,
 ) -> tuple[LayerStates, LayerStates]:
     """The same states twice, as a layer between others has them."""
-    _, heads, head_dim, state_size = shape
+    groups, heads, head_dim, state_size = shape
     conv = torch.randn(slots, 3, num_channels(shape), width - 1, device=device).to(dtype)
     matrices = torch.randn(slots, 3, heads, head_dim, state_size, device=device).to(state_dtype)
-    one, other = (LayerStates(conv.clone()[:, 1], matrices.clone()[:, 1]) for _ in range(2))
+    one, other = (
+        LayerStates(
+            conv.clone()[:, 1],
+            matrices.clone()[:, 1],
+            PendingUpdates.none(slots, groups, heads, state_size, head_dim, device),
+        )
+        for _ in range(2)
+    )
     return one, other
+
+
+def runs_on(device: torch.device, runs: Sequence[Run]) -> Runs:
+    return Runs.of(runs, lambda array: torch.from_numpy(array).to(device))
 
 
 @pytest.mark.parametrize(
@@ -93,34 +108,96 @@ def test_mamba_step(
         slots = few if step % 2 == 0 else torch.cat([few, few.new_full((7,), -1)])
         inputs = made_inputs(shape, len(slots), device, dtype)
         out, expected = (torch.full_like(inputs.z, 7.0).contiguous() for _ in range(2))
+        positions = torch.full((len(slots),), step, device=device)
         mamba.mamba_step_reference(expected, inputs, weights, wanted, slots)
-        mamba.mamba_step(out, inputs, weights, states, slots)
+        mamba.mamba_step(out, inputs, weights, states, slots, positions, leaves=False)
         assert_close(out, expected, tolerance=2 * max(TOLERANCE[dtype], TOLERANCE[state_dtype]))
         assert (out[1] == 7).all()
         assert torch.equal(states.conv, wanted.conv)
     for slot in (2, 4):
         error = relative_error(states.matrices[slot], wanted.matrices[slot])
         assert error < 2 * max(1e-3, TOLERANCE[state_dtype])  # the interpreter truncates bfloat16
+        assert (states.pending.begins[slot] == width).all()
     assert torch.equal(states.matrices[[0, 1, 3, 5]], begun[[0, 1, 3, 5]])
+
+
+@pytest.mark.parametrize(
+    ("shape", "width", "state_dtype"),
+    [
+        *product(SHAPES, [4], [torch.float32]),
+        (TINY, 2, torch.float32),
+        (SEVERAL_PROGRAMS, 4, torch.float32),
+        *((TINY, 4, each) for each in OF_16_BITS),
+    ],
+)
+def test_steps_of_many_rows(
+    device: torch.device,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    width: int,
+    state_dtype: torch.dtype,
+) -> None:
+    """Steps leave updates pending, from all places on, with steps that leave none and a prompt in
+    between. States are whole when the next position is a multiple of ``WHOLE_EVERY``."""
+    weights = made_weights(shape, device, dtype, width=width)
+    states, wanted = made_states(shape, 12, device, dtype, width=width, state_dtype=state_dtype)
+    pending = states.pending
+    for of_pending in (pending.keys, pending.values, pending.decays):
+        of_pending.fill_(torch.nan)  # left by other requests
+    begun = states.matrices.clone()
+    slots = torch.tensor([7, 2, -1, 4, 0, 11, 3, 9, 1, 10, -1], device=device)
+    rows = (slots >= 0).nonzero()[:, 0]
+    positions = torch.arange(100, 100 + len(slots), dtype=torch.int32, device=device)
+    pending.begins[slots[rows]] = positions[rows, None] % WHOLE_EVERY
+    tolerance = 2 * max(TOLERANCE[dtype], TOLERANCE[state_dtype])
+    for step in range(3 * WHOLE_EVERY):
+        if step == WHOLE_EVERY + 3:
+            prompt = Run(0, WHOLE_EVERY + 5, int(slots[1]), 0)
+            inputs = made_inputs(shape, prompt.end, device, dtype)
+            out, expected = (torch.empty_like(inputs.z).contiguous() for _ in range(2))
+            runs = runs_on(device, [prompt])
+            mamba.mamba_runs_reference(expected, inputs, weights, wanted, runs)
+            mamba.mamba_runs(out, inputs, weights, states, runs)
+            positions[1] = prompt.end_position
+        inputs = made_inputs(shape, len(slots), device, dtype)
+        out, expected = (torch.full_like(inputs.z, 7.0).contiguous() for _ in range(2))
+        mamba.mamba_step_reference(expected, inputs, weights, wanted, slots)
+        leaves = step not in (2 * WHOLE_EVERY - 3, 2 * WHOLE_EVERY)
+        mamba.mamba_step(out, inputs, weights, states, slots, positions, leaves=leaves)
+        assert_close(out, expected, tolerance=tolerance)
+        assert torch.equal(states.conv, wanted.conv)
+        positions += 1
+        is_whole = positions[rows] % WHOLE_EVERY == 0
+        for slot in slots[rows][is_whole | (not leaves)].tolist():
+            error = relative_error(states.matrices[slot], wanted.matrices[slot])
+            assert error < 2 * max(1e-3, TOLERANCE[state_dtype])
+    unused = [5, 6, 8]
+    assert torch.equal(states.matrices[unused], begun[unused])
 
 
 @pytest.mark.parametrize("limits", [(0.5, math.inf), (0.25, 0.75)])
 @pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("leaves", [True, False])
 def test_steps_have_limits(
-    device: torch.device, dtype: torch.dtype, limits: tuple[float, float], whole: bool
+    device: torch.device,
+    dtype: torch.dtype,
+    limits: tuple[float, float],
+    whole: bool,
+    leaves: bool,
 ) -> None:
-    """Also without the convolution's bias, and without a norm."""
+    """Also without the convolution's bias, and without a norm, in both kernels for steps."""
     weights = replace(made_weights(TINY, device, dtype), time_steps=limits)
     weights = weights if whole else replace(weights, conv_bias=None, norm=None)
     states, wanted = made_states(TINY, 2, device, dtype)
     inputs = made_inputs(TINY, 70, device, dtype)
     inputs.steps.mul_(3)
     out, expected = (torch.empty_like(inputs.z).contiguous() for _ in range(2))
-    slots = torch.tensor([1], device=device)
-    runs = Runs.of([Run(1, 70, 0, 0)], lambda array: torch.from_numpy(array).to(device))
+    slots, positions = (torch.tensor([number], device=device) for number in (1, WHOLE_EVERY - 1))
+    states.pending.begins[1] = WHOLE_EVERY - 1
+    runs = runs_on(device, [Run(1, 70, 0, 0)])
     mamba.mamba_step_reference(expected, inputs, weights, wanted, slots)
     mamba.mamba_runs_reference(expected, inputs, weights, wanted, runs)
-    mamba.mamba_step(out, inputs, weights, states, slots)
+    mamba.mamba_step(out, inputs, weights, states, slots, positions, leaves=leaves)
     mamba.mamba_runs(out, inputs, weights, states, runs)
     tolerance = 5e-5 if dtype == torch.float32 else 2 * TOLERANCE[dtype]
     assert relative_error(out, expected) < tolerance
@@ -173,10 +250,14 @@ def test_mamba_runs(
 
 
 @pytest.mark.parametrize("state_dtype", OF_16_BITS)
+@pytest.mark.parametrize("leaves", [True, False])
 def test_large_states_stay_finite(
-    device: torch.device, dtype: torch.dtype, state_dtype: torch.dtype
+    device: torch.device,
+    dtype: torch.dtype,
+    state_dtype: torch.dtype,
+    leaves: bool,
 ) -> None:
-    """States beyond the largest float16, in both kernels; NaN stays NaN."""
+    """States beyond the largest float16, in all kernels; NaN stays NaN."""
     weights, end = made_weights(TINY, device, dtype), 8
     states, wanted = made_states(TINY, 4, device, dtype, state_dtype=state_dtype)
     states.matrices[1, 0, 0, 0] = wanted.matrices[1, 0, 0, 0] = torch.nan
@@ -184,11 +265,12 @@ def test_large_states_stay_finite(
     inputs.channels.abs_().mul_(1e3)
     weights.conv.abs_()
     out, expected = (torch.empty_like(inputs.z).contiguous() for _ in range(2))
-    runs = Runs.of([Run(1, end, 3, 0, ((4, 2),))], lambda array: torch.from_numpy(array).to(device))
-    slots = torch.tensor([1], device=device)
+    runs = runs_on(device, [Run(1, end, 3, 0, ((4, 2),))])
+    slots, positions = (torch.tensor([number], device=device) for number in (1, WHOLE_EVERY - 1))
+    states.pending.begins[1] = WHOLE_EVERY - 1
     mamba.mamba_step_reference(expected, inputs, weights, wanted, slots)
     mamba.mamba_runs_reference(expected, inputs, weights, wanted, runs)
-    mamba.mamba_step(out, inputs, weights, states, slots)
+    mamba.mamba_step(out, inputs, weights, states, slots, positions, leaves=leaves)
     mamba.mamba_runs(out, inputs, weights, states, runs)
     assert states.matrices[1, 0].isnan().any()
     for slot in (1, 2, 3):

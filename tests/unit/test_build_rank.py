@@ -22,7 +22,7 @@ from minisgl_backend.execution.storage import bytes_per_page
 from minisgl_backend.kernels.gated_delta import DeltaStates
 from minisgl_backend.kernels.sampling_table import SamplingTable
 from minisgl_backend.models.catalog import load_spec
-from minisgl_backend.models.spec import DeltaSpec
+from minisgl_backend.models.spec import DeltaSpec, MambaSpec, RecurrentSpec
 from minisgl_backend.parallel.group import OneRank
 from minisgl_backend.parallel.place import RankPlace
 from minisgl_backend.parts import STANDARD
@@ -124,14 +124,33 @@ def test_all_pages_that_were_asked_for_hold_keys(
     assert (found.num_pages, found.num_window_pages) == (100, num_window_pages)
 
 
-def test_states_of_16_bits_leave_memory_for_more_snapshots() -> None:
-    delta = DeltaSpec(
-        num_key_heads=2, num_heads=4, key_dim=8, value_dim=16, conv_width=4, layers=frozenset({0})
-    )
+@pytest.mark.parametrize(
+    "shape",
+    [
+        DeltaSpec(
+            num_key_heads=2,
+            num_heads=4,
+            key_dim=8,
+            value_dim=16,
+            conv_width=4,
+            layers=frozenset({0}),
+        ),
+        MambaSpec(
+            num_heads=4,
+            head_dim=16,
+            state_size=8,
+            num_groups=2,
+            conv_width=4,
+            layers=frozenset({0}),
+        ),
+    ],
+    ids=["delta", "mamba"],
+)
+def test_states_of_16_bits_leave_memory_for_more_snapshots(shape: RecurrentSpec) -> None:
     facts = facts_of(num_pages=8, max_running_requests=8, memory_ratio=1.0)
-    facts = replace(facts, spec=replace(facts.spec, recurrent=delta))
-    wide = bytes_per_slot(delta, facts.dtype, torch.float32)
-    of_rows = SamplingTable.num_bytes(9, facts.spec.vocab_size) + 9 * pending_bytes(delta)
+    facts = replace(facts, spec=replace(facts.spec, recurrent=shape))
+    wide = bytes_per_slot(shape, facts.dtype, torch.float32)
+    of_rows = SamplingTable.num_bytes(9, facts.spec.vocab_size) + 9 * pending_bytes(shape)
     num_bytes = of_rows + (9 + 4 * 2) * wide
     device: Any = SimpleNamespace(
         torch_device=torch.device("cpu"),
@@ -146,13 +165,13 @@ def test_states_of_16_bits_leave_memory_for_more_snapshots() -> None:
         states = rank_memory.make_states(own, sizes)
         assert states is not None and sizes.num_snapshots is not None
         (layer,) = states.layers
-        assert isinstance(layer, DeltaStates)
+        assert isinstance(layer, DeltaStates) == isinstance(shape, DeltaSpec)
         assert layer.conv.dtype == facts.dtype and layer.matrices.dtype == state_dtype
-        slot_bytes = bytes_per_slot(delta, facts.dtype, state_dtype)
+        slot_bytes = bytes_per_slot(shape, facts.dtype, state_dtype)
         of_slots = layer.conv.nbytes + layer.matrices.nbytes
         assert of_slots == (9 + sizes.num_snapshots) * slot_bytes
-        pending = attrgetter("keys", "corrections", "decays", "begins")(layer.pending)
-        assert sum(each.nbytes for each in pending) == 9 * pending_bytes(delta)
+        pending = attrgetter("keys", "values", "decays", "begins")(layer.pending)
+        assert sum(each.nbytes for each in pending) == 9 * pending_bytes(shape)
         found[state_dtype] = sizes.num_snapshots
     assert found[torch.float32] == 2
     assert found[torch.bfloat16] == found[torch.float16] >= 4

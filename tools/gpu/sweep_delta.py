@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, Final
 
@@ -24,9 +24,9 @@ from minisgl_backend.kernels.gated_delta import (
     DeltaInputs,
     DeltaStates,
     DeltaWeights,
-    PendingCorrections,
     delta_step,
 )
+from minisgl_backend.kernels.layer_states import LayerStates, PendingUpdates
 from minisgl_backend.plan import WHOLE_EVERY
 
 KEY_HEADS: Final = 16
@@ -62,13 +62,17 @@ def made_layer(num_heads: int, num_rows: int, dtype: torch.dtype, device: torch.
         conv=normal(num_rows, num_channels, WIDTH - 1),
         matrices=normal(num_rows, num_heads, HEAD_DIM, HEAD_DIM).to(dtype),
         readers=torch.zeros(num_rows, KEY_HEADS, dtype=torch.int32, device=device),
-        pending=PendingCorrections.none(num_rows, KEY_HEADS, num_heads, HEAD_DIM, HEAD_DIM, device),
+        pending=PendingUpdates.none(num_rows, KEY_HEADS, num_heads, HEAD_DIM, HEAD_DIM, device),
     )
     return normal(num_rows, num_heads, HEAD_DIM), inputs, weights, states
 
 
-def microseconds(run: Callable[..., None], layers: list[Layer], num_rows: int) -> float:
-    """Of ``run``, one of the kernels, by layer."""
+def microseconds(
+    run: Callable[..., None],
+    layers: Sequence[tuple[Tensor, Any, Any, LayerStates]],
+    num_rows: int,
+) -> float:
+    """By layer, of ``run``, which takes what layers have, slots and positions."""
     device = layers[0][0].device
     slots = torch.arange(num_rows, device=device)
     positions = torch.randint(1000, (num_rows,), dtype=torch.int32, device=device)
@@ -96,6 +100,11 @@ def microseconds(run: Callable[..., None], layers: list[Layer], num_rows: int) -
     return 1e3 * statistics.mean(times) / len(layers)
 
 
+def microseconds_of_reading(states: LayerStates) -> float:
+    """That memory needs to read all matrices once."""
+    return states.matrices.nbytes / BYTES_PER_US
+
+
 @torch.inference_mode()
 def sweep(num_heads: int, sizes: list[int], device: torch.device) -> None:
     for dtype in DTYPES:
@@ -104,7 +113,7 @@ def sweep(num_heads: int, sizes: list[int], device: torch.device) -> None:
         for num_rows in sizes:
             layers = [made_layer(num_heads, num_rows, dtype, device) for _ in range(NUM_LAYERS)]
             times = [microseconds(run, layers, num_rows) for run in (delta_step, kernel)]
-            reading = layers[0][3].matrices.nbytes / BYTES_PER_US
+            reading = microseconds_of_reading(layers[0][3])
             print(f"{num_rows:6}", *(f"{time:8.1f}" for time in (*times, reading)), flush=True)
 
 

@@ -22,9 +22,9 @@ from minisgl_backend.kernels.gated_delta import (
     DeltaInputs,
     DeltaStates,
     DeltaWeights,
-    PendingCorrections,
     delta_step,
 )
+from minisgl_backend.kernels.layer_states import PendingUpdates
 from minisgl_bench.logits import first_device
 from minisgl_kit.report import Report, json_option
 
@@ -123,7 +123,7 @@ def _states(dtype: torch.dtype, device: torch.device) -> DeltaStates:
         conv=torch.zeros(1, _num_channels(), 3, device=device),
         matrices=torch.zeros(1, num_heads, _SIZE, _SIZE, dtype=dtype, device=device),
         readers=torch.zeros(1, num_heads, dtype=torch.int32, device=device),
-        pending=PendingCorrections.none(1, num_heads, num_heads, _SIZE, _SIZE, device),
+        pending=PendingUpdates.none(1, num_heads, num_heads, _SIZE, _SIZE, device),
     )
 
 

@@ -2,8 +2,8 @@
 
 Weights count once. Of the experts those count that a step's tokens choose if all are equally
 likely, as they are with random weights. Keys and values count as far as a layer's window sees.
-Recurrent states are read in each step, and written, too; those of Gated DeltaNet need be written
-only after every ``WHOLE_EVERY``-th token. Activations do not count, nor do the few rows of an
+Recurrent states are read in each step, and need be written only after every ``WHOLE_EVERY``-th
+token. Activations do not count, nor do the few rows of an
 embedding. Must not know kernels.
 """
 
@@ -52,9 +52,7 @@ def _bytes_of_row(mixer: TokenMixer | None, num_seen: int) -> int:
     if isinstance(mixer, ParallelMixer):
         both = mixer.attention, mixer.recurrent
         return sum(_bytes_of_row(each, num_seen) for each in both)
-    if isinstance(mixer, MambaMixer):
-        return 2 * (mixer.states.conv[0].nbytes + mixer.states.matrices[0].nbytes)
-    if isinstance(mixer, GatedDeltaNet):
+    if isinstance(mixer, (GatedDeltaNet, MambaMixer)):
         num_bytes = mixer.states.conv[0].nbytes + mixer.states.matrices[0].nbytes
         return num_bytes + num_bytes // WHOLE_EVERY
     assert isinstance(mixer, (SelfAttention, LatentAttention))

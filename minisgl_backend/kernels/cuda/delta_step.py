@@ -116,7 +116,7 @@ class DeltaStepKernel:
             inputs=address(states.conv),
             states=address(matrices),
             keys=address(pending.keys),
-            corrections=address(pending.corrections),
+            corrections=address(pending.values),
             decays=address(pending.decays),
             begins=address(pending.begins),
             slots=address(slots),

@@ -307,7 +307,7 @@ def launch_rule_blocks(
 ) -> None:
     """The rule of ``minisgl_backend.kernels.gated_delta.delta_runs``. ``channels`` have gone
     through the convolution. ``weights`` are the decay's log rates and biases, and the norm's
-    weight; ``begins`` are ``PendingCorrections.begins``."""
+    weight; ``begins`` are ``PendingUpdates.begins``."""
     num_tokens, num_heads, value_dim = out.shape
     key_dim, num_blocks = states.shape[2], len(blocks)
     assert states[0].is_contiguous() and begins.is_contiguous() and out.is_contiguous()

@@ -1,7 +1,7 @@
 """Gated DeltaNet for decode steps: the convolution and the delta rule for one token per row.
 
 Both are one launch, in which a program reads and writes the state of one head of a row once. It
-adds corrections that another kernel has left pending, and leaves none. Slots may be padding
+adds updates that another kernel has left pending, and leaves none. Slots may be padding
 (``minisgl_backend.kernels.gated_delta``), whose programs end at once. Dimensions are named as in
 ``gated_delta_blocks``.
 """
@@ -19,6 +19,7 @@ from minisgl_backend.kernels.triton_kernels.conv_step import (
 )
 from minisgl_backend.kernels.triton_kernels.gated_delta_blocks import EPS, log_decay, silu, stored
 from minisgl_backend.kernels.triton_kernels.pdl import allow_next, launch_options, wait_previous
+from minisgl_backend.kernels.triton_kernels.pending_updates import with_pending
 from minisgl_backend.plan import WHOLE_EVERY
 
 _FEW_ROWS: Final = 8
@@ -30,31 +31,6 @@ slower."""
 @triton.jit
 def _both(a, b, c, d):
     return a + c, b + d
-
-
-@triton.jit
-def _with_pending(
-    state,
-    keys_ptr,
-    corrections_ptr,
-    decays_ptr,
-    begin,
-    end,
-    i,
-    j,
-    K: tl.constexpr,
-    V: tl.constexpr,
-):
-    """``state`` [KP, VP] with the pending corrections ``begin`` to ``end``, of which there are
-    some."""
-    decay = tl.load(decays_ptr + end - 1)
-    state *= tl.exp(decay)
-    for place in tl.range(begin, end):
-        left = tl.exp(decay - tl.load(decays_ptr + place))
-        key = tl.load(keys_ptr + place * K + i, mask=i < K, other=0.0)
-        correction = tl.load(corrections_ptr + place * V + j, mask=j < V, other=0.0)
-        state += key[:, None] * (left * correction)[None, :]
-    return state
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots_ptr", "positions_ptr", "a_ptr", "b_ptr"])
@@ -72,7 +48,7 @@ def _step(
     states_ptr,
     readers_ptr,
     keys_ptr,
-    corrections_ptr,
+    values_ptr,
     decays_ptr,
     begins_ptr,
     slots_ptr,
@@ -113,14 +89,14 @@ def _step(
     at = states_ptr + slot * states_stride + head * (K * V) + i[:, None] * V + j[None, :]
     in_state = in_k[:, None] & in_v[None, :]
     state = tl.load(at, mask=in_state, other=0.0, cache_modifier=".cg").to(tl.float32)  # [KP, VP]
-    place = (tl.load(positions_ptr + row) % EVERY).to(tl.int32)  # of this token's correction
+    place = (tl.load(positions_ptr + row) % EVERY).to(tl.int32)  # of this token's update
     of_head = slot * HEADS + head
     begin = tl.load(begins_ptr + of_head, cache_modifier=".cg")
     if begin < place:
-        state = _with_pending(
+        state = with_pending(
             state,
             keys_ptr + (slot * KEY_HEADS + key_head) * (EVERY * K),
-            corrections_ptr + of_head * (EVERY * V),
+            values_ptr + of_head * (EVERY * V),
             decays_ptr + of_head * EVERY,
             begin,
             place,
@@ -206,7 +182,7 @@ def launch_step(
 ) -> None:
     """See ``minisgl_backend.kernels.gated_delta.delta_step``. ``weights``: the convolution's
     weight, the decay's log rates and biases, and the norm's weight. ``states``: the fields of a
-    ``DeltaStates``, and ``pending`` those of its ``PendingCorrections``."""
+    ``DeltaStates``, and ``pending`` those of its ``PendingUpdates``."""
     conv, (inputs, matrices, readers) = weights[0], states
     num_rows, (num_heads, key_dim, value_dim) = len(slots), matrices.shape[1:]
     if num_rows == 0:

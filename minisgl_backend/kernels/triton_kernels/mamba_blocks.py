@@ -21,6 +21,7 @@ from minisgl_backend.kernels.delta_runs import BLOCK
 from minisgl_backend.kernels.dispatch import shared_bytes
 from minisgl_backend.kernels.shared_memory import most_bytes
 from minisgl_backend.kernels.triton_kernels.gated_delta_blocks import between, silu, stored
+from minisgl_backend.plan import WHOLE_EVERY
 
 
 @triton.jit
@@ -69,6 +70,7 @@ def _score_blocks(
 def _chain_blocks(
     out_ptr,
     states_ptr,
+    begins_ptr,
     scores_ptr,
     channels_ptr,
     steps_ptr,
@@ -90,6 +92,7 @@ def _chain_blocks(
     PART: tl.constexpr,  # values of a program
     TOKENS: tl.constexpr,
     STAGES: tl.constexpr,
+    EVERY: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """For a run, a head and some of its values. The state is transposed here, [NP, PART]."""
@@ -144,6 +147,9 @@ def _chain_blocks(
         if copy >= 0:
             tl.store(head_ptr + copy * slot_stride, stored(state, state_kind), mask=in_state)
     tl.store(head_ptr + slot * slot_stride, stored(state, state_kind), mask=in_state)
+    if tl.program_id(2) == 0:
+        num_tokens = tl.load(blocks_ptr + last * 4 - 3) - tl.load(blocks_ptr + first * 4)
+        tl.store(begins_ptr + slot * HEADS + head, (position + num_tokens) % EVERY)
 
 
 @triton.jit
@@ -190,6 +196,7 @@ def launch_mamba_blocks(
     inputs: tuple[Tensor, Tensor, Tensor],
     weights: tuple[Tensor, Tensor, Tensor, Tensor | None],
     states: Tensor,
+    begins: Tensor,
     blocks: Tensor,
     runs: Tensor,
     *,
@@ -199,12 +206,13 @@ def launch_mamba_blocks(
 ) -> None:
     """See ``minisgl_backend.kernels.mamba.mamba_runs``. ``inputs``: the fields of ``MambaInputs``,
     whose channels have gone through the convolution; ``weights``: the decay's log rates, the biases
-    of steps, d, and the norm's weight; ``states`` are ``LayerStates.matrices``."""
+    of steps, d, and the norm's weight; ``states`` are ``LayerStates.matrices``, and ``begins``
+    ``PendingUpdates.begins``."""
     z, channels, steps = inputs
     log_rates, bias, skips, norm = weights
     num_tokens, (num_heads, head_dim, state_size) = len(out), states.shape[1:]
     num_blocks = len(blocks)
-    assert states[0].is_contiguous() and out.is_contiguous()
+    assert states[0].is_contiguous() and begins.is_contiguous() and out.is_contiguous()
     assert z.stride(1) == channels.stride(1) == steps.stride(1) == 1
     # at least 64: with narrower operands, four warps multiply what lies beyond shared memory
     padded = max(64, triton.next_power_of_2(state_size))
@@ -231,6 +239,7 @@ def launch_mamba_blocks(
     _chain_blocks[(len(runs), num_heads, triton.cdiv(head_dim, part))](
         out,
         states,
+        begins,
         scores,
         channels,
         steps,
@@ -252,6 +261,7 @@ def launch_mamba_blocks(
         PART=part,
         TOKENS=BLOCK,
         STAGES=min(max(stages, 1), 3),
+        EVERY=WHOLE_EVERY,
         PRECISION=precision,
         num_warps=4,
     )

@@ -12,12 +12,12 @@ from minisgl_backend.kernels.gated_delta import (
     DeltaInputs,
     DeltaStates,
     DeltaWeights,
-    PendingCorrections,
     delta_rule,
     delta_rule_step,
     delta_runs,
     delta_step,
 )
+from minisgl_backend.kernels.layer_states import PendingUpdates
 
 HEADS, KEY_HEADS, KEY_DIM, VALUE_DIM = 4, 2, 8, 16
 
@@ -103,8 +103,8 @@ def test_runs_give_what_steps_give() -> None:
         DeltaStates(
             conv.clone(),
             matrices.clone(),
+            PendingUpdates.none(6, KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM),
             torch.zeros(6, KEY_HEADS, dtype=torch.int32),
-            PendingCorrections.none(6, KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM),
         )
         for _ in range(2)
     )

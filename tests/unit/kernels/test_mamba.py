@@ -13,7 +13,7 @@ from transformers.models.nemotron_h import modeling_nemotron_h as theirs
 
 from minisgl_backend.kernels.causal_conv import causal_conv
 from minisgl_backend.kernels.delta_runs import Run, Runs
-from minisgl_backend.kernels.layer_states import LayerStates
+from minisgl_backend.kernels.layer_states import LayerStates, PendingUpdates
 from minisgl_backend.kernels.mamba import (
     MambaInputs,
     MambaWeights,
@@ -59,6 +59,11 @@ def made_weights(draw: torch.Generator) -> MambaWeights:
     )
 
 
+def made_states(conv: Tensor, matrices: Tensor) -> LayerStates:
+    pending = PendingUpdates.none(len(conv), GROUPS, HEADS, STATE, HEAD_DIM)
+    return LayerStates(conv, matrices, pending)
+
+
 @pytest.mark.parametrize("limits", [(0.0, math.inf), (0.5, 1.5)])
 @pytest.mark.parametrize("num_tokens", [1, 2, 63, 64, 65, 200])
 def test_a_prompt_gives_what_transformers_gives(
@@ -69,7 +74,7 @@ def test_a_prompt_gives_what_transformers_gives(
     z = torch.randn(num_tokens, INNER, generator=draw)
     channels = torch.randn(num_tokens, CHANNELS, generator=draw)
     steps = torch.randn(num_tokens, HEADS, generator=draw)
-    states = LayerStates(torch.zeros(1, CHANNELS, 3), torch.zeros(1, HEADS, HEAD_DIM, STATE))
+    states = made_states(torch.zeros(1, CHANNELS, 3), torch.zeros(1, HEADS, HEAD_DIM, STATE))
     found = torch.empty_like(z)
     runs = Runs.of([Run(0, num_tokens, 0, 0)], torch.from_numpy)
     mamba_runs(found, MambaInputs(z, channels, steps), weights, states, runs)
@@ -136,7 +141,7 @@ def test_runs_give_what_steps_give() -> None:
     steps = torch.randn(80, HEADS, generator=draw)
     conv = torch.randn(6, CHANNELS, 3, generator=draw)
     matrices = torch.randn(6, HEADS, HEAD_DIM, STATE, generator=draw)
-    states, before = (LayerStates(conv.clone(), matrices.clone()) for _ in range(2))
+    states, before = (made_states(conv.clone(), matrices.clone()) for _ in range(2))
     runs = (Run(0, 2, 3, 7, ((1, 5),)), Run(2, 80, 1, 0, ((66, 0), (80, 4))))
     found = torch.empty_like(z)
     of_all = MambaInputs(z, channels, steps)
@@ -148,7 +153,7 @@ def test_runs_give_what_steps_give() -> None:
             one = slice(token, token + 1)
             expected = z[one].clone()
             of_token = MambaInputs(z[one], channels[one], steps[one])
-            mamba_step(expected, of_token, weights, before, slot)
+            mamba_step(expected, of_token, weights, before, slot, slot)
             torch.testing.assert_close(found[one], expected, rtol=1e-4, atol=1e-4)
             for end, kept in run.kept:
                 if end == token + 1:

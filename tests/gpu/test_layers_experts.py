@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(is_interpreted(), reason="CUDA C++ needs a GPU")
     ("case", "hidden_size", "inner_size", "latent_size"),
     [
         ("nemotron-h-experts", 2688, 1856, None),
-        ("nemotron-h-latent", 1024, 464, 512),
+        ("nemotron-h-latent", 1024, 480, 512),
         ("deepseek-v3", 1024, 256, None),
         ("deepseek-v2", 1024, 256, None),
         ("llama4", 640, 384, None),

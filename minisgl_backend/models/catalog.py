@@ -79,6 +79,16 @@ from minisgl_backend.models.families.mistral import (
     read_mistral4,
     read_mixtral,
 )
+from minisgl_backend.models.families.multimodal import (
+    read_idefics3,
+    read_internvl,
+    read_llava,
+    read_llava_next,
+    read_llava_onevision,
+    read_qwen2_5_omni,
+    read_qwen3_omni,
+    read_smolvlm,
+)
 from minisgl_backend.models.families.nemotron import read_nemotron_h
 from minisgl_backend.models.families.olmo import read_olmo2, read_olmo3, read_olmoe
 from minisgl_backend.models.families.phi import read_phi3
@@ -292,6 +302,14 @@ ARCHITECTURES: Final[Mapping[str, Callable[[ConfigReader], ModelSpec]]] = Mappin
         "NemotronHForCausalLM": read_nemotron_h,
         "BambaForCausalLM": read_bamba,
         "FalconH1ForCausalLM": read_falcon_h1,
+        "InternVLForConditionalGeneration": read_internvl,
+        "LlavaForConditionalGeneration": read_llava,
+        "LlavaNextForConditionalGeneration": read_llava_next,
+        "LlavaOnevisionForConditionalGeneration": read_llava_onevision,
+        "Idefics3ForConditionalGeneration": read_idefics3,
+        "SmolVLMForConditionalGeneration": read_smolvlm,
+        "Qwen2_5OmniForConditionalGeneration": read_qwen2_5_omni,
+        "Qwen3OmniMoeForConditionalGeneration": read_qwen3_omni,
     }
 )
 """Keyed by the names in config.json."""

@@ -822,9 +822,20 @@ def class_of(architecture: str) -> Any:
         return type(architecture, (ExaoneMoeForCausalLM,), {})
     if architecture == "KimiK25ForConditionalGeneration":
         return type(architecture, (_newer("Kimi_K25ForConditionalGeneration"),), {})
+    if "Omni" in architecture:
+        whole = _newer(architecture)
+        return type(architecture, (whole,), {"forward": _think, "generate": _answer})
     if config := _AS_LLAMA.get(architecture):
         return type(architecture, (LlamaForCausalLM,), {"config_class": _newer(config)})
     return _newer(architecture)
+
+
+def _think(self: Any, *args: Any, **options: Any) -> Any:
+    return self.thinker(*args, **options)
+
+
+def _answer(self: Any, *args: Any, **options: Any) -> Any:
+    return self.thinker.generate(*args, **options)
 
 
 def _newer(name: str) -> Any:
@@ -895,6 +906,43 @@ def _afmoe(**changes: Any) -> PreTrainedModel:
     experts = {"moe_intermediate_size": 48, "num_experts": 8, "num_experts_per_tok": 3}
     sizes = {"head_dim": 32, "num_hidden_layers": 4, "sliding_window": 20}
     return AfmoeForCausalLM(AfmoeConfig(**{**_SHAPE, **experts, **sizes, **changes}))
+
+
+_EYE: Final = MappingProxyType(
+    {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 14,
+    }
+)
+"""Of a vision part."""
+
+
+def _seeing(name: str, kind: str, **text: Any) -> PreTrainedModel:
+    """A model that sees, around a decoder of ``kind``."""
+    config = _newer(f"{name}Config")(
+        text_config={**_SHAPE, "model_type": kind, **text},
+        vision_config=dict(_EYE),
+        tie_word_embeddings=False,
+    )
+    return cast(PreTrainedModel, _newer(f"{name}ForConditionalGeneration")(config))
+
+
+def _omni(name: str, **text: Any) -> Any:
+    """A model that sees and hears, without what would speak."""
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2}
+    audio = {"d_model": 32, "encoder_layers": 1, "encoder_attention_heads": 2}
+    thinker = {
+        "text_config": {**_text_of_vl(), **text},
+        "vision_config": {**vision, "out_hidden_size": 64},
+        "audio_config": {**audio, "encoder_ffn_dim": 48, "output_dim": 64},
+        "vision_start_token_id": VOCAB_SIZE,  # in no prompt
+    }
+    model = class_of(f"{name}ForConditionalGeneration")
+    return model(model.config_class(thinker_config=thinker, enable_audio_output=False))
 
 
 CASES: Final[Mapping[str, Callable[[], PreTrainedModel]]] = MappingProxyType(
@@ -1231,6 +1279,16 @@ CASES: Final[Mapping[str, Callable[[], PreTrainedModel]]] = MappingProxyType(
         "glm4v": _glm4v,
         "glm4v-moe": _glm4v_moe,
         "glm46v": _glm46v,
+        "internvl": lambda: _seeing("InternVL", "qwen3", head_dim=32),
+        "llava": lambda: _seeing("Llava", "llama"),
+        "llava-next": lambda: _seeing("LlavaNext", "mistral", sliding_window=None),
+        "llava-onevision": lambda: _seeing("LlavaOnevision", "qwen2", tie_word_embeddings=True),
+        "idefics3": lambda: _seeing("Idefics3", "llama"),
+        "smolvlm": lambda: _seeing("SmolVLM", "llama", rope_parameters=dict(_LLAMA3)),
+        "qwen2.5-omni": lambda: _omni("Qwen2_5Omni"),
+        "qwen3-omni": lambda: _omni(
+            "Qwen3OmniMoe", moe_intermediate_size=48, num_experts=8, num_experts_per_tok=3
+        ),
     }
 )
 

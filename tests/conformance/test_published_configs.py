@@ -112,6 +112,15 @@ _SIGHT: Final = MappingProxyType(
     {"hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
 )
 """Of Qwen's models."""
+_HEARING: Final = MappingProxyType(
+    {
+        "d_model": 32,
+        "encoder_attention_heads": 2,
+        "encoder_ffn_dim": 48,
+        "encoder_layers": 1,
+        "output_dim": 64,
+    }
+)
 _LLAMA_4_VISION: Final = MappingProxyType(
     {
         "hidden_size": 32,
@@ -1510,6 +1519,175 @@ CONFIGS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
             "sliding_window": None,
             **_SIZES,
         },
+        "llava-1.5": {
+            "architectures": ["LlavaForConditionalGeneration"],
+            "model_type": "llava",
+            "ignore_index": -100,
+            "image_token_index": 250,
+            "projector_hidden_act": "gelu",
+            "text_config": {
+                "_name_or_path": "lmsys/vicuna-7b-v1.5",
+                "architectures": ["LlamaForCausalLM"],
+                "max_position_embeddings": CONTEXT,
+                "model_type": "llama",
+                "rms_norm_eps": 1e-05,
+                "torch_dtype": "float32",
+                **_SIZES,
+                **_NO_EOS,
+            },
+            "tie_word_embeddings": False,
+            "vision_config": {"model_type": "clip_vision_model", "projection_dim": 32, **_VISION},
+            "vision_feature_layer": -2,
+            "vision_feature_select_strategy": "default",
+        },
+        "llava-1.6-mistral": {
+            "architectures": ["LlavaNextForConditionalGeneration"],
+            "model_type": "llava_next",
+            "image_grid_pinpoints": [[28, 56], [56, 28]],
+            "image_token_index": 250,
+            "text_config": {
+                "architectures": ["MistralForCausalLM"],
+                "max_position_embeddings": CONTEXT,
+                "model_type": "mistral",
+                "rms_norm_eps": 1e-05,
+                "rope_theta": 1000000.0,
+                "sliding_window": None,
+                "torch_dtype": "float32",
+                **_SIZES,
+                **_NO_EOS,
+            },
+            "use_image_newline_parameter": True,
+            "vision_config": {"model_type": "clip_vision_model", "projection_dim": 32, **_VISION},
+        },
+        "llava-onevision-0.5b": {
+            "architectures": ["LlavaOnevisionForConditionalGeneration"],
+            "model_type": "llava_onevision",
+            "image_grid_pinpoints": [[28, 56], [56, 28]],
+            "image_token_index": 250,
+            "text_config": {
+                "architectures": ["Qwen2ForCausalLM"],
+                "max_position_embeddings": CONTEXT,
+                "max_window_layers": 24,
+                "model_type": "qwen2",
+                "rope_theta": 1000000.0,
+                "tie_word_embeddings": True,
+                **_SIZES,
+                **_NO_EOS,
+            },
+            "tie_word_embeddings": False,
+            "video_token_index": 251,
+            "vision_config": {"model_type": "siglip_vision_model", **_VISION},
+            "vision_feature_select_strategy": "full",
+        },
+        "internvl3-1b": {
+            "architectures": ["InternVLForConditionalGeneration"],
+            "model_type": "internvl",
+            "image_token_id": 250,
+            "text_config": {
+                "architectures": ["Qwen2ForCausalLM"],
+                "hidden_act": "silu",
+                "max_position_embeddings": CONTEXT,
+                "model_type": "qwen2",
+                "rms_norm_eps": 1e-06,
+                "rope_scaling": None,
+                "rope_theta": 1000000.0,
+                "sliding_window": None,
+                "tie_word_embeddings": False,
+                "use_sliding_window": False,
+                **_SIZES,
+                **_NO_EOS,
+            },
+            "tie_word_embeddings": False,
+            "vision_config": {"model_type": "internvl_vision", **_VISION},
+        },
+        "smolvlm2": {
+            "architectures": ["SmolVLMForConditionalGeneration"],
+            "model_type": "smolvlm",
+            "image_token_id": 250,
+            "scale_factor": 2,
+            "text_config": {
+                "architectures": ["VLlama3ForCausalLM"],
+                "head_dim": 16,
+                "is_llama_config": True,
+                "max_position_embeddings": CONTEXT,
+                "mlp_bias": False,
+                "model_type": "llama",
+                "rms_norm_eps": 1e-05,
+                "rope_interleaved": False,
+                "rope_scaling": None,
+                "rope_theta": 130000,
+                "tie_word_embeddings": False,
+                **_SIZES,
+                **_NO_EOS,
+            },
+            "tie_word_embeddings": False,
+            "vision_config": {"model_type": "smolvlm_vision", **_VISION},
+        },
+        "qwen2.5-omni": {
+            "architectures": ["Qwen2_5OmniForConditionalGeneration"],
+            "model_type": "qwen2_5_omni",
+            "enable_audio_output": False,
+            "thinker_config": {
+                "architectures": ["Qwen2OmniNaViTThinkerForConditionalGeneration"],
+                "audio_config": {"model_type": "qwen2_5_omni_audio_encoder", **_HEARING},
+                "model_type": "qwen2_5_omni_thinker",
+                "text_config": {
+                    "hidden_act": "silu",
+                    "max_position_embeddings": CONTEXT,
+                    "max_window_layers": 4,
+                    "model_type": "qwen2_5_omni_text",
+                    "rms_norm_eps": 1e-06,
+                    "rope_scaling": {
+                        "mrope_section": [4, 2, 2],
+                        "rope_type": "default",
+                        "type": "default",
+                    },
+                    "rope_theta": 1000000.0,
+                    "sliding_window": 32768,
+                    "use_sliding_window": False,
+                    **_SIZES,
+                    **_NO_EOS,
+                },
+                "vision_config": {"model_type": "qwen2_5_omni_vision_encoder", **_SIGHT},
+                "vision_start_token_id": VOCAB_SIZE,
+            },
+        },
+        "qwen3-omni": {
+            "architectures": ["Qwen3OmniMoeForConditionalGeneration"],
+            "model_type": "qwen3_omni_moe",
+            "dtype": "float32",
+            "enable_audio_output": False,
+            "thinker_config": {
+                "audio_config": {"model_type": "qwen3_omni_moe_audio_encoder", **_HEARING},
+                "model_type": "qwen3_omni_moe_thinker",
+                "text_config": {
+                    "attention_bias": False,
+                    "decoder_sparse_step": 1,
+                    "head_dim": 32,
+                    "max_position_embeddings": CONTEXT,
+                    "mlp_only_layers": [],
+                    "model_type": "qwen3_omni_moe_text",
+                    "norm_topk_prob": True,
+                    "num_experts": 8,
+                    "rms_norm_eps": 1e-06,
+                    "rope_scaling": {
+                        "interleaved": True,
+                        "mrope_interleaved": True,
+                        "mrope_section": [8, 4, 4],
+                        "rope_type": "default",
+                        "type": "default",
+                    },
+                    "rope_theta": 1000000,
+                    "sliding_window": None,
+                    "use_sliding_window": False,
+                    **_EXPERTS,
+                    **_SIZES,
+                    **_NO_EOS,
+                },
+                "vision_config": {"model_type": "qwen3_omni_moe_vision_encoder", **_SIGHT},
+                "vision_start_token_id": VOCAB_SIZE,
+            },
+        },
     }
 )
 
@@ -1533,9 +1711,15 @@ LEFT_OUT: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "minimax-m2": ("model.layers.4.mtp_proj.weight", "model.layers.6.final_layernorm.weight"),
         "qwen3-next": ("mtp.fc.weight", "mtp.layers.0.self_attn.q_proj.weight"),
         "qwen3.5": ("mtp.fc.weight", "mtp.layers.0.mlp.experts.gate_up_proj"),
+        "qwen2.5-omni": (
+            "talker.model.layers.0.self_attn.q_proj.weight",
+            "token2wav.code2wav_bigvgan_model.conv_pre.weight",
+        ),
+        "qwen3-omni": ("code2wav.code_embedding.weight", "talker.codec_head.weight"),
     }
 )
-"""Weights that publishers ship but transformers does not use: layers that predict more tokens."""
+"""Weights that publishers ship but transformers does not use here: layers that predict more tokens,
+and what speaks."""
 
 TRANSPOSED: Final = ("qwen3-vl-moe",)
 """Checkpoints whose stacks of experts publishers ship in another order than transformers."""
@@ -1544,7 +1728,7 @@ TRANSPOSED: Final = ("qwen3-vl-moe",)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_tokens_are_equal(name: str, tmp_path: Path) -> None:
     config = dict(CONFIGS[name])
-    if "text_config" not in config:
+    if not {"text_config", "thinker_config"} & config.keys():
         config |= _NO_EOS
     spelled = json.dumps(config)
     path = tmp_path / "config.json"

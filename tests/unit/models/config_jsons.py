@@ -1481,3 +1481,67 @@ FALCON_H1_0_5B: Final[dict[str, Any]] = {
     "torch_dtype": "bfloat16",
     "vocab_size": 32784,
 }
+LLAVA_1_5_7B: Final[dict[str, Any]] = {
+    "architectures": ["LlavaForConditionalGeneration"],
+    "model_type": "llava",
+    "image_token_index": 32000,
+    "text_config": {
+        "_name_or_path": "lmsys/vicuna-7b-v1.5",
+        "architectures": ["LlamaForCausalLM"],
+        "max_position_embeddings": 4096,
+        "model_type": "llama",
+        "rms_norm_eps": 1e-05,
+        "torch_dtype": "float16",
+        "vocab_size": 32064,
+    },
+    "tie_word_embeddings": False,
+    "torch_dtype": "float16",
+    "vision_config": {"hidden_size": 1024, "model_type": "clip_vision_model"},
+}
+LLAVA_1_6_MISTRAL_7B: Final[dict[str, Any]] = {
+    **LLAVA_1_5_7B,
+    "architectures": ["LlavaNextForConditionalGeneration"],
+    "model_type": "llava_next",
+    "text_config": {
+        "architectures": ["MistralForCausalLM"],
+        "intermediate_size": 14336,
+        "max_position_embeddings": 32768,
+        "model_type": "mistral",
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 1000000.0,
+        "sliding_window": None,
+        "torch_dtype": "bfloat16",
+        "vocab_size": 32064,
+    },
+}
+QWEN_2_5_OMNI_7B: Final[dict[str, Any]] = {
+    "architectures": ["Qwen2_5OmniForConditionalGeneration"],
+    "model_type": "qwen2_5_omni",
+    "talker_config": {"hidden_size": 896, "model_type": "qwen2_5_omni_talker"},
+    "thinker_config": {
+        "model_type": "qwen2_5_omni_thinker",
+        "text_config": {
+            **{key: QWEN_2_5_VL_7B[key] for key in QWEN_2_5_VL_7B.keys() - {"architectures"}},
+            "model_type": "qwen2_5_omni_text",
+            "max_position_embeddings": 32768,
+            "rope_scaling": {"mrope_section": [16, 24, 24], "rope_type": "default"},
+        },
+    },
+    "torch_dtype": "bfloat16",
+}
+QWEN_3_OMNI_30B_A3B: Final[dict[str, Any]] = {
+    "architectures": ["Qwen3OmniMoeForConditionalGeneration"],
+    "model_type": "qwen3_omni_moe",
+    "dtype": "bfloat16",
+    "thinker_config": {
+        "model_type": "qwen3_omni_moe_thinker",
+        "text_config": {
+            **QWEN_3_VL_30B_A3B["text_config"],
+            "model_type": "qwen3_omni_moe_text",
+            "max_position_embeddings": 65536,
+            "rope_theta": 1000000,
+            "vocab_size": 152064,
+        },
+    },
+}

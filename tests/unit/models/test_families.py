@@ -57,6 +57,8 @@ from tests.unit.models.config_jsons import (
     K_EXAONE,
     LLAMA_3_1_8B,
     LLAMA_4_SCOUT,
+    LLAVA_1_5_7B,
+    LLAVA_1_6_MISTRAL_7B,
     MELLUM_2,
     MINIMAX_M2,
     MINISTRAL_3_8B,
@@ -73,10 +75,12 @@ from tests.unit.models.config_jsons import (
     PHI_4_MINI,
     QWEN_1_5_MOE,
     QWEN_2_5_7B,
+    QWEN_2_5_OMNI_7B,
     QWEN_2_5_VL_7B,
     QWEN_3_0_6B,
     QWEN_3_5_MOE,
     QWEN_3_30B_A3B,
+    QWEN_3_OMNI_30B_A3B,
     QWEN_3_VL_4B,
     QWEN_3_VL_30B_A3B,
     SEED_OSS_36B,
@@ -1347,6 +1351,49 @@ def test_experts_windows_and_sinks_of_gpt_oss() -> None:
     assert changed.weights is None and changed.dtype == "float32"
 
 
+def test_text_parts_around_other_decoders() -> None:
+    spec = parse_spec(LLAVA_1_5_7B)
+    assert (spec.architecture, spec.dtype) == ("LlavaForConditionalGeneration", "float16")
+    assert (spec.num_layers, spec.num_kv_heads, spec.intermediate_size) == (32, 32, 11008)
+    assert 6.7 < spec.num_parameters / 1e9 < 6.8 and not spec.tie_embeddings
+
+    spec = parse_spec(LLAVA_1_6_MISTRAL_7B)
+    assert (spec.dtype, spec.rope.theta, spec.windows) == ("bfloat16", 1e6, (None,) * 32)
+    assert 7.2 < spec.num_parameters / 1e9 < 7.3
+
+    text = {**QWEN_3_0_6B, "model_type": "qwen3", "tie_word_embeddings": True}
+    seeing = {"architectures": ["InternVLForConditionalGeneration"], "text_config": text}
+    spec = parse_spec(seeing)
+    assert spec.qk_norm == "head" and spec.tie_embeddings
+    with pytest.raises(ConfigError, match="text_config: model_type must be one of "):
+        parse_spec({**seeing, "text_config": {**text, "model_type": "bloom"}})
+
+
+def test_thinkers_of_models_that_speak() -> None:
+    spec = parse_spec(QWEN_2_5_OMNI_7B)
+    assert spec.qkv_bias and (spec.rope.scaling, spec.rope.theta) == ("default", 1e6)
+    assert (spec.dtype, spec.context) == ("bfloat16", 32768)
+    assert 7.5 < spec.num_parameters / 1e9 < 7.7
+
+    spec = parse_spec(QWEN_3_OMNI_30B_A3B)
+    assert spec.moe is not None and spec.moe.experts.routing.normalize
+    assert 30 < spec.num_parameters / 1e9 < 31
+    names = {
+        name: [weight for weight, _ in spec.names.weights(name, (2, 2))]
+        for name in (
+            "thinker.model.layers.0.mlp.gate.weight",
+            "thinker.lm_head.weight",
+            "thinker.audio_tower.conv_out.weight",
+            "talker.model.layers.0.mlp.gate.weight",
+            "code2wav.code_embedding.weight",
+        )
+    }
+    found = ["model.layers.0.mlp.gate.weight"], ["lm_head.weight"], [], [], []
+    assert tuple(names.values()) == found
+    with pytest.raises(ConfigError, match="thinker_config is missing"):
+        parse_spec({"architectures": QWEN_3_OMNI_30B_A3B["architectures"]})
+
+
 def test_every_architecture_is_tested() -> None:
     configs = (
         *(LLAMA_3_1_8B, MISTRAL_7B, QWEN_2_5_7B, QWEN_3_0_6B, QWEN_3_30B_A3B, MISTRAL_SMALL_3_1),
@@ -1384,6 +1431,11 @@ def test_every_architecture_is_tested() -> None:
         *(DEEPSEEK_V2, DEEPSEEK_V3, GLM_4_7_FLASH, YOUTU_LLM_2B, MISTRAL_SMALL_4),
         *(kimi_k25("KimiK25"), kimi_k25("Kimi_K25"), GLM_4_1V_9B, GLM_4_5V),
         {**GLM_4_5V, "architectures": ["Glm46VForConditionalGeneration"]},
+        *(LLAVA_1_5_7B, LLAVA_1_6_MISTRAL_7B, QWEN_2_5_OMNI_7B, QWEN_3_OMNI_30B_A3B),
+        *(
+            {**LLAVA_1_5_7B, "architectures": [f"{name}ForConditionalGeneration"]}
+            for name in ("LlavaOnevision", "InternVL", "Idefics3", "SmolVLM")
+        ),
     )
     found = {parse_spec(config).architecture for config in configs}
     hybrid = {name for name in ARCHITECTURES if name.startswith(("Qwen3_5", "Qwen3Next"))}

@@ -63,6 +63,7 @@ from minisgl_backend.models.families.granite import (
 )
 from minisgl_backend.models.families.hunyuan import read_hunyuan_dense, read_hunyuan_moe
 from minisgl_backend.models.families.hyperclova import read_hyperclovax
+from minisgl_backend.models.families.lfm import read_lfm2, read_lfm2_moe
 from minisgl_backend.models.families.llama import (
     read_internlm3,
     read_iquest_coder,
@@ -82,6 +83,7 @@ from minisgl_backend.models.families.mistral import (
 from minisgl_backend.models.families.multimodal import (
     read_idefics3,
     read_internvl,
+    read_lfm2_vl,
     read_llava,
     read_llava_next,
     read_llava_onevision,
@@ -302,12 +304,15 @@ ARCHITECTURES: Final[Mapping[str, Callable[[ConfigReader], ModelSpec]]] = Mappin
         "NemotronHForCausalLM": read_nemotron_h,
         "BambaForCausalLM": read_bamba,
         "FalconH1ForCausalLM": read_falcon_h1,
+        "Lfm2ForCausalLM": read_lfm2,
+        "Lfm2MoeForCausalLM": read_lfm2_moe,
         "InternVLForConditionalGeneration": read_internvl,
         "LlavaForConditionalGeneration": read_llava,
         "LlavaNextForConditionalGeneration": read_llava_next,
         "LlavaOnevisionForConditionalGeneration": read_llava_onevision,
         "Idefics3ForConditionalGeneration": read_idefics3,
         "SmolVLMForConditionalGeneration": read_smolvlm,
+        "Lfm2VlForConditionalGeneration": read_lfm2_vl,
         "Qwen2_5OmniForConditionalGeneration": read_qwen2_5_omni,
         "Qwen3OmniMoeForConditionalGeneration": read_qwen3_omni,
     }

@@ -6,8 +6,9 @@ know the neighbouring layers, except for the norm of the next one, which kernels
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeAlias, cast
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Final, TypeAlias, cast
 
 from torch import Tensor, nn
 
@@ -20,12 +21,22 @@ from minisgl_backend.models.gated_delta_net import GatedDeltaNet
 from minisgl_backend.models.latent_attention import LatentAttention
 from minisgl_backend.models.mamba import MambaMixer
 from minisgl_backend.models.parallel_mixer import ParallelMixer, RecurrentMixer
-from minisgl_backend.models.spec import DeltaSpec, ModelSpec
+from minisgl_backend.models.short_conv import ShortConv
+from minisgl_backend.models.spec import ConvSpec, DeltaSpec, MambaSpec, ModelSpec, RecurrentSpec
 from minisgl_backend.models.token_mixing import SelfAttention, StepContext, TokenMixer
 from minisgl_backend.parallel.group import Group
 
 MakeExperts: TypeAlias = Callable[[str, int, ExpertsSpec], ExpertsMLP]
 """(name in the checkpoint, hidden_size, experts) -> their module."""
+_MakeRecurrent: TypeAlias = Callable[[ModelSpec, int, Group, Matrices], RecurrentMixer]
+_RECURRENT: Final[Mapping[type[RecurrentSpec], tuple[str, _MakeRecurrent]]] = MappingProxyType(
+    {
+        DeltaSpec: ("linear_attn", GatedDeltaNet),
+        MambaSpec: ("mamba", MambaMixer),
+        ConvSpec: ("conv", ShortConv),
+    }
+)
+"""The name in the checkpoint of each kind of recurrent layers, and their module."""
 
 
 class DecoderLayer(nn.Module):
@@ -188,9 +199,8 @@ def _token_mixer(
         return "self_attn", LatentAttention(spec, spec.latent, layer, group, matrices)
     if spec.recurrent is None or layer not in spec.recurrent.layers:
         return "self_attn", SelfAttention(spec, layer, group, matrices)
-    is_delta = isinstance(spec.recurrent, DeltaSpec)
-    name = "linear_attn" if is_delta else "mamba"
-    mixer = (GatedDeltaNet if is_delta else MambaMixer)(spec, layer, group, matrices)
+    name, make = _RECURRENT[type(spec.recurrent)]
+    mixer = make(spec, layer, group, matrices)
     if not spec.parallel_mixers:
         return name, mixer
     attention = SelfAttention(spec, layer, group, matrices)

@@ -231,7 +231,44 @@ class MambaSpec:
         )
 
 
-RecurrentSpec: TypeAlias = DeltaSpec | MambaSpec
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvSpec:
+    """The layers whose tokens mix by a short convolution alone (LFM2); ``layers`` are those that
+    mix tokens in this way. ``bias``: the convolution and the projections have biases.
+    """
+
+    num_channels: int
+    conv_width: int
+    layers: frozenset[int]
+    bias: bool = False
+
+    @property
+    def matrices(self) -> tuple[int, int, int]:
+        """A row's state is only the convolution's."""
+        return 0, 0, 0
+
+    @property
+    def state_dtype(self) -> str:
+        """As in the other specs: of the matrices, which have no numbers here."""
+        return "float32"
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows of hidden_size numbers in a layer's projections."""
+        return 4 * self.num_channels
+
+    def of_rank(self, num_ranks: int) -> ConvSpec:
+        """The channels of one of ``num_ranks`` ranks; raises ``ConfigError`` if they do not
+        split."""
+        if self.num_channels % num_ranks:
+            raise ConfigError(
+                f"{self.num_channels} channels of short convolutions cannot be split evenly over "
+                f"{num_ranks} tensor-parallel ranks"
+            )
+        return replace(self, num_channels=self.num_channels // num_ranks)
+
+
+RecurrentSpec: TypeAlias = DeltaSpec | MambaSpec | ConvSpec
 """The layers that keep a state of a fixed size for each row."""
 
 

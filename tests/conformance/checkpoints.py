@@ -335,7 +335,7 @@ def _youtu(**changes: Any) -> PreTrainedModel:
 def _corrected(model: PreTrainedModel) -> PreTrainedModel:
     """The model with corrections in its routers that change which experts are chosen."""
     for name, buffer in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
+        if name.endswith(("e_score_correction_bias", "expert_bias")):
             buffer.copy_(torch.linspace(-0.4, 0.4, len(buffer)))
     return model
 
@@ -908,6 +908,26 @@ def _afmoe(**changes: Any) -> PreTrainedModel:
     return AfmoeForCausalLM(AfmoeConfig(**{**_SHAPE, **experts, **sizes, **changes}))
 
 
+_SHORT_CONVS: Final = MappingProxyType(
+    {
+        "num_hidden_layers": 4,
+        "layer_types": ["conv", "full_attention", "conv", "conv"],
+        "block_multiple_of": 32,
+    }
+)
+
+
+def _lfm2(**changes: Any) -> PreTrainedModel:
+    config = _newer("Lfm2Config")(**{**_SHAPE, **_SHORT_CONVS, **changes})
+    return cast(PreTrainedModel, _newer("Lfm2ForCausalLM")(config))
+
+
+def _lfm2_moe(**changes: Any) -> PreTrainedModel:
+    experts = {"moe_intermediate_size": 48, "num_experts": 8, "num_experts_per_tok": 3}
+    values = {**_SHAPE, **_SHORT_CONVS, **experts, "num_dense_layers": 1, **changes}
+    return _corrected(_newer("Lfm2MoeForCausalLM")(_newer("Lfm2MoeConfig")(**values)))
+
+
 _EYE: Final = MappingProxyType(
     {
         "hidden_size": 32,
@@ -1289,6 +1309,23 @@ CASES: Final[Mapping[str, Callable[[], PreTrainedModel]]] = MappingProxyType(
         "qwen3-omni": lambda: _omni(
             "Qwen3OmniMoe", moe_intermediate_size=48, num_experts=8, num_experts_per_tok=3
         ),
+        "lfm2": _lfm2,
+        "lfm2-biases": lambda: _lfm2(
+            conv_bias=True,
+            conv_L_cache=2,
+            block_auto_adjust_ff_dim=False,
+            layer_types=["full_attention", *["conv"] * 3],
+            tie_word_embeddings=False,
+        ),
+        "lfm2-moe": _lfm2_moe,
+        "lfm2-moe-uncorrected": lambda: _lfm2_moe(
+            use_expert_bias=False,
+            norm_topk_prob=False,
+            routed_scaling_factor=2.5,
+            conv_bias=True,
+            tie_word_embeddings=False,
+        ),
+        "lfm2-vl": lambda: _seeing("Lfm2Vl", "lfm2", **_SHORT_CONVS),
     }
 )
 
@@ -1432,6 +1469,14 @@ def write_broad_mamba_checkpoint(folder: Path, *, granite: bool = False) -> Any:
         mamba = {"mamba_num_heads": 16, "mamba_head_dim": 80, "ssm_state_size": 128}
         model = _nemotron_h(**attention, **mamba, head_dim=64, intermediate_size=512)
     draw(model, seed=95, spread=0.06)
+    return _saved(model, folder)
+
+
+def write_broad_conv_checkpoint(folder: Path) -> Any:
+    """An LFM2 in sizes that Hopper's kernels take."""
+    sizes = {"hidden_size": 512, "intermediate_size": 768, "num_key_value_heads": 4}
+    model: Any = _lfm2(**sizes, num_attention_heads=8)
+    draw(model, seed=94, spread=0.06)
     return _saved(model, folder)
 
 

@@ -104,6 +104,7 @@ def _tensors(output: object) -> list[Tensor]:
         ("qwen3.5-experts", False),
         ("nemotron-h", True),
         ("granite-hybrid-dense", False),
+        ("lfm2", True),
         ("llama4", True),
     ],
 )

@@ -74,6 +74,8 @@ PAGE_SIZE = 16
         "nemotron-h",
         "nemotron-h-experts",
         "nemotron-h-latent",
+        "lfm2-biases",
+        "lfm2-moe",
         "qwen3-vl-experts",
         "qwen3.5-tied",
         "qwen3-next-sparse",

@@ -14,6 +14,7 @@ from typing import Final, TypeAlias
 from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.families.fields import text_of_vl, text_part
 from minisgl_backend.models.families.gpt_oss import read_gpt_oss
+from minisgl_backend.models.families.lfm import read_lfm2, read_lfm2_moe
 from minisgl_backend.models.families.llama import read_llama, read_smollm3
 from minisgl_backend.models.families.mistral import read_mistral, read_mixtral
 from minisgl_backend.models.families.olmo import read_olmo2, read_olmo3
@@ -31,6 +32,8 @@ _Read: TypeAlias = Callable[[ConfigReader], ModelSpec]
 _DECODERS: Final[Mapping[str, _Read]] = MappingProxyType(
     {
         "gpt_oss": read_gpt_oss,
+        "lfm2": read_lfm2,
+        "lfm2_moe": read_lfm2_moe,
         "llama": read_llama,
         "mistral": read_mistral,
         "mixtral": read_mixtral,
@@ -50,6 +53,13 @@ _OF_7B: Final = MappingProxyType(
 )
 _SIZES: Final[Mapping[str, Mapping[str, int]]] = MappingProxyType(
     {
+        "lfm2": {
+            "hidden_size": 2560,
+            "intermediate_size": 12_288,
+            "num_attention_heads": 32,
+            "num_hidden_layers": 32,
+            "vocab_size": 65_536,
+        },
         "llama": {**_OF_7B, "intermediate_size": 11_008, "vocab_size": 32_000},
         "mistral": {**_OF_7B, "intermediate_size": 14_336, "vocab_size": 32_000},
         "qwen2": {
@@ -96,6 +106,11 @@ def read_idefics3(config: ConfigReader) -> ModelSpec:
 def read_smolvlm(config: ConfigReader) -> ModelSpec:
     """``SmolVLMForConditionalGeneration``: SmolVLM 2."""
     return _text_of_idefics(config, "SmolVLMForConditionalGeneration")
+
+
+def read_lfm2_vl(config: ConfigReader) -> ModelSpec:
+    """``Lfm2VlForConditionalGeneration``: LFM2-VL."""
+    return _text_of(config, "Lfm2VlForConditionalGeneration", "lfm2", tied=True)
 
 
 def read_qwen2_5_omni(config: ConfigReader) -> ModelSpec:

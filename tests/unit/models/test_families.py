@@ -15,6 +15,7 @@ from minisgl_backend.experts_spec import ExpertsSpec, RoutingRule, SharedExpert
 from minisgl_backend.gates import ClampedGate
 from minisgl_backend.models.catalog import ARCHITECTURES, parse_spec
 from minisgl_backend.models.spec import (
+    ConvSpec,
     DeltaSpec,
     LatentSpec,
     LayerInputs,
@@ -55,6 +56,8 @@ from tests.unit.models.config_jsons import (
     INTERNLM3_8B,
     IQUEST_CODER_40B,
     K_EXAONE,
+    LFM2_1_2B,
+    LFM2_8B_A1B,
     LLAMA_3_1_8B,
     LLAMA_4_SCOUT,
     LLAVA_1_5_7B,
@@ -1351,6 +1354,29 @@ def test_experts_windows_and_sinks_of_gpt_oss() -> None:
     assert changed.weights is None and changed.dtype == "float32"
 
 
+def test_short_convolutions() -> None:
+    spec = parse_spec(LFM2_1_2B)
+    conv = spec.recurrent
+    assert isinstance(conv, ConvSpec) and len(conv.layers) == 10
+    assert (conv.num_channels, conv.conv_width, conv.matrices) == (2048, 3, (0, 0, 0))
+    assert (spec.intermediate_size, spec.qk_norm, spec.norm_eps) == (8192, "head", 1e-5)
+    assert spec.tie_embeddings and 1.16 < spec.num_parameters / 1e9 < 1.18
+    assert conv.of_rank(4).num_channels == 512
+    with pytest.raises(ConfigError, match="2048 channels of short convolutions cannot be split"):
+        conv.of_rank(3)
+    wider = parse_spec({**LFM2_1_2B, "block_ffn_dim_multiplier": 1.01})
+    assert wider.intermediate_size == 8448
+    whole = parse_spec({**LFM2_1_2B, "block_auto_adjust_ff_dim": False, "tie_embedding": False})
+    assert whole.intermediate_size == 12288 and not whole.tie_embeddings
+
+    spec = parse_spec(LFM2_8B_A1B)
+    assert spec.moe is not None and spec.moe.layers == frozenset(range(2, 24))
+    assert spec.moe.experts.routing.corrected and spec.moe.experts.routing.sigmoid
+    assert 8.3 < spec.num_parameters / 1e9 < 8.4
+    with pytest.raises(ConfigError, match="layer_types must be 24 of conv, full_attention"):
+        parse_spec({**LFM2_8B_A1B, "layer_types": ["conv"]})
+
+
 def test_text_parts_around_other_decoders() -> None:
     spec = parse_spec(LLAVA_1_5_7B)
     assert (spec.architecture, spec.dtype) == ("LlavaForConditionalGeneration", "float16")
@@ -1434,8 +1460,9 @@ def test_every_architecture_is_tested() -> None:
         *(LLAVA_1_5_7B, LLAVA_1_6_MISTRAL_7B, QWEN_2_5_OMNI_7B, QWEN_3_OMNI_30B_A3B),
         *(
             {**LLAVA_1_5_7B, "architectures": [f"{name}ForConditionalGeneration"]}
-            for name in ("LlavaOnevision", "InternVL", "Idefics3", "SmolVLM")
+            for name in ("LlavaOnevision", "InternVL", "Idefics3", "SmolVLM", "Lfm2Vl")
         ),
+        *(LFM2_1_2B, LFM2_8B_A1B),
     )
     found = {parse_spec(config).architecture for config in configs}
     hybrid = {name for name in ARCHITECTURES if name.startswith(("Qwen3_5", "Qwen3Next"))}

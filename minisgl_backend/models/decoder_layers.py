@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from minisgl_backend.experts_spec import ExpertsSpec
 from minisgl_backend.layers.experts import ExpertsMLP
 from minisgl_backend.layers.feed_forward import FeedForward, GatedMLP, UngatedMLP
-from minisgl_backend.layers.norm import Normed, RMSNorm, add_normed
+from minisgl_backend.layers.norm import Normed, RMSNorm, add_normed, add_sum
 from minisgl_backend.layers.quantized_matrix import Matrices
 from minisgl_backend.models.gated_delta_net import GatedDeltaNet
 from minisgl_backend.models.latent_attention import LatentAttention
@@ -51,11 +51,10 @@ class DecoderLayer(nn.Module):
         experts: MakeExperts,
     ):
         super().__init__()
-        offset = spec.norm_offset
-        self.input_layernorm = RMSNorm(spec.hidden_size, spec.stream_eps, offset=offset)
+        self.input_layernorm = residual_norm(spec)
         self._mixer_name, mixer = _token_mixer(spec, layer, group, matrices)
         self.add_module(self._mixer_name, mixer)
-        self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.stream_eps, offset=offset)
+        self.post_attention_layernorm = residual_norm(spec)
         self.mlp = _feed_forward(spec, layer, group, matrices, experts)
         self.input_layernorm.rounding = self.mixer.rounding
         self.post_attention_layernorm.rounding = self.mlp.rounding
@@ -94,8 +93,7 @@ class SinglePartLayer(nn.Module):
         experts: MakeExperts,
     ):
         super().__init__()
-        offset = spec.norm_offset
-        self.input_layernorm = RMSNorm(spec.hidden_size, spec.stream_eps, offset=offset)
+        self.input_layernorm = residual_norm(spec)
         self._mixer_name: str | None = None
         self.mlp: UngatedMLP | GatedMLP | ExpertsMLP | None = None
         if spec.has_part(layer, "mixer"):
@@ -178,6 +176,56 @@ class PostNormLayer(nn.Module):
         after = self.post_feedforward_layernorm
         x, _ = add_normed(residual, part, after, next_norm, pdl=step.pdl)
         return residual, x
+
+
+class ParallelLayer(nn.Module):
+    """A layer whose parts read the same norm of the residual stream, and are both added to it
+    (Command). The ranks' sum of both is one."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        layer: int,
+        group: Group,
+        matrices: Matrices,
+        experts: MakeExperts,
+    ):
+        super().__init__()
+        self.input_layernorm = residual_norm(spec)
+        self.self_attn = SelfAttention(spec, layer, group, matrices)
+        self.mlp = _feed_forward(spec, layer, group, matrices, experts)
+        self._group = group
+
+    @property
+    def mixer(self) -> TokenMixer:
+        return self.self_attn
+
+    @property
+    def first_norm(self) -> RMSNorm | None:
+        """The norm of the layer's input."""
+        return self.input_layernorm
+
+    def forward(
+        self, residual: Tensor, x: Normed, next_norm: RMSNorm | None, step: StepContext
+    ) -> tuple[Tensor, Normed]:
+        """As ``DecoderLayer.forward``."""
+        assert next_norm is not None
+        x = Normed(x.normalized(pdl=step.pdl))  # once for both
+        part = self.self_attn.part(x, step)
+        part += self.mlp.part(x, pdl=step.pdl, adapted=step.adapted)
+        return residual, add_sum(residual, part, next_norm, self._group, pdl=step.pdl)
+
+
+def residual_norm(spec: ModelSpec, scale: float = 1.0) -> RMSNorm:
+    """A norm of the residual stream as ``Decoder`` keeps it; ``scale`` multiplies its weight."""
+    assert spec.parallel_parts or not spec.centered_norms  # other layers leave norms to readers
+    return RMSNorm(
+        spec.hidden_size,
+        spec.stream_eps,
+        scale=scale,
+        offset=spec.norm_offset,
+        centered=spec.centered_norms,
+    )
 
 
 def _plain_mlp(

@@ -342,16 +342,19 @@ class ModelSpec:
     separately, without weights, in layers that rotate. ``query_growth``: queries grow with their
     position. ``norms``: whether a layer's parts normalize their inputs, or their outputs before
     they are added to the residual stream, or both; ``norm_offset`` is added to the weights of all
-    norms. ``gate``: that of feed-forward blocks other than experts; None: they have no gates, but
-    the square of ReLU. ``attention_scale`` multiplies the scores, by default head_dim to the power
-    of -1/2. ``embedding_scale`` multiplies the embeddings, ``branch_scale`` what each part of a
-    layer adds to the residual stream, and ``logit_scale`` the logits. ``gated_attention``:
-    attention's output is multiplied by a gate computed from its input; with ``gates_apart`` by a
-    projection of its own, otherwise by that of the queries. ``sinks``: the softmax of each head has
-    one more score, which is learned. ``recurrent`` describes the layers that mix tokens without
-    attention or, with ``parallel_mixers``, by both: the layer adds what attention and the other
-    make of the same input. With ``single_parts`` each layer is only token mixing, or only a
-    feed-forward block, with one norm; there is one entry per layer.
+    norms. With ``centered_norms`` norms of the residual stream first subtract the mean: they are
+    LayerNorms without biases; only with ``parallel_parts``, by which both parts of a layer read the
+    same norm of its input, and both are added to it; then ``norms`` are those of inputs, and each
+    layer has attention. ``gate``: that of feed-forward blocks other than experts; None: they have
+    no gates, but the square of ReLU. ``attention_scale`` multiplies the scores, by default head_dim
+    to the power of -1/2. ``embedding_scale`` multiplies the embeddings, ``branch_scale`` what each
+    part of a layer adds to the residual stream, and ``logit_scale`` the logits.
+    ``gated_attention``: attention's output is multiplied by a gate computed from its input; with
+    ``gates_apart`` by a projection of its own, otherwise by that of the queries. ``sinks``: the
+    softmax of each head has one more score, which is learned. ``recurrent`` describes the layers
+    that mix tokens without attention or, with ``parallel_mixers``, by both: the layer adds what
+    attention and the other make of the same input. With ``single_parts`` each layer is only token
+    mixing, or only a feed-forward block, with one norm; there is one entry per layer.
 
     ``kv_heads`` has one entry per layer, unless all layers have ``num_kv_heads`` heads of size
     ``head_dim``; so has ``intermediate_sizes``, unless all feed-forward blocks have the same width.
@@ -387,6 +390,8 @@ class ModelSpec:
     query_growth: QueryGrowth | None = None
     norms: Literal["before", "after", "around"] = "before"
     norm_offset: float = 0.0
+    centered_norms: bool = False
+    parallel_parts: bool = False
     gate: Gate | None = "silu"
     ropes: tuple[RopeSpec | None, ...] = ()
     attention_scale: float | None = None

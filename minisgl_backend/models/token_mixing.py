@@ -206,6 +206,11 @@ class SelfAttention(nn.Module):
         output: Tensor = self.o_proj(attended, pdl=step.pdl, adapted=step.adapted)
         return output
 
+    def part(self, x: Normed, step: StepContext) -> Tensor:
+        """This rank's part of ``output``, to be summed over the ranks by the caller."""
+        attended = Normed(self._attended(x, step))
+        return self.o_proj.part(attended, pdl=step.pdl, adapted=step.adapted)
+
     def _attended(self, x: Normed, step: StepContext) -> Tensor:
         """[num_tokens, num_heads * head_dim]"""
         q, gate = self._queries(x, step)  # [num_tokens, num_heads, head_dim]

@@ -908,6 +908,27 @@ def _afmoe(**changes: Any) -> PreTrainedModel:
     return AfmoeForCausalLM(AfmoeConfig(**{**_SHAPE, **experts, **sizes, **changes}))
 
 
+def _cohere(**changes: Any) -> PreTrainedModel:
+    config = _newer("CohereConfig")(**{**_SHAPE, "logit_scale": 1.5, **changes})
+    return cast(PreTrainedModel, _newer("CohereForCausalLM")(config))
+
+
+def _cohere2(**changes: Any) -> PreTrainedModel:
+    sizes = {"num_hidden_layers": 4, "sliding_window": 20, "logit_scale": 1.5}
+    config = _newer("Cohere2Config")(**{**_SHAPE, **sizes, **changes})
+    return cast(PreTrainedModel, _newer("Cohere2ForCausalLM")(config))
+
+
+def _arcee(**changes: Any) -> PreTrainedModel:
+    config = _newer("ArceeConfig")(**{**_SHAPE, "head_dim": 32, **changes})
+    return cast(PreTrainedModel, _newer("ArceeForCausalLM")(config))
+
+
+def _gemma(**changes: Any) -> PreTrainedModel:
+    config = _newer("GemmaConfig")(**{**_SHAPE, "head_dim": 32, **changes})
+    return cast(PreTrainedModel, _newer("GemmaForCausalLM")(config))
+
+
 _SHORT_CONVS: Final = MappingProxyType(
     {
         "num_hidden_layers": 4,
@@ -1326,6 +1347,27 @@ CASES: Final[Mapping[str, Callable[[], PreTrainedModel]]] = MappingProxyType(
             tie_word_embeddings=False,
         ),
         "lfm2-vl": lambda: _seeing("Lfm2Vl", "lfm2", **_SHORT_CONVS),
+        "cohere": _cohere,
+        "cohere-biases": lambda: _cohere(
+            attention_bias=True, logit_scale=0.25, tie_word_embeddings=False
+        ),
+        "cohere2": _cohere2,
+        "cohere2-listed": lambda: _cohere2(
+            layer_types=["full_attention", *["sliding_attention"] * 3],
+            attention_bias=True,
+            num_key_value_heads=4,
+            tie_word_embeddings=False,
+        ),
+        "aya-vision": lambda: _seeing("AyaVision", "cohere", logit_scale=0.2),
+        "cohere2-vision": lambda: _seeing("Cohere2Vision", "cohere2", sliding_window=20),
+        "arcee": lambda: _arcee(rope_parameters=dict(_YARN)),
+        "arcee-biases": lambda: _arcee(
+            attention_bias=True, mlp_bias=True, tie_word_embeddings=True
+        ),
+        "gemma": _gemma,
+        "gemma-biases": lambda: _gemma(
+            attention_bias=True, num_key_value_heads=1, tie_word_embeddings=False
+        ),
     }
 )
 
@@ -1333,6 +1375,7 @@ CASES: Final[Mapping[str, Callable[[], PreTrainedModel]]] = MappingProxyType(
 _SEEDS: Final = MappingProxyType(
     {"dots1": 1001, "glm4-moe-groups": 1002, "gpt-oss": 1004, "granite-moe": 1001}
     | {"minimax-m2": 1001, "deepseek-v3-queries": 1001, "glm4-moe-lite": 1001, "mistral4": 1001}
+    | {"cohere2": 1005}
 )
 """Seeds of checkpoints that nearly tie with the seed that their place in ``CASES`` gives."""
 

@@ -117,6 +117,10 @@ OTHERS = [
     "glm4-moe-lite",
     "mistral4",
     "youtu",
+    "arcee-biases",
+    "cohere-biases",
+    "cohere2",
+    "gemma",
 ]
 """Cases with parts that no case above has."""
 _HAVE_EXPERTS = re.compile(

@@ -1,4 +1,4 @@
-"""Gemma 3 and 4, text."""
+"""Gemma, and Gemma 3 and 4, text."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.families.fields import (
     ATTENTION_KINDS,
     attention_biases,
+    check_always,
     kinds_by_pattern,
     read_ropes_by_kind,
     set_kinds,
@@ -31,6 +32,30 @@ from minisgl_backend.models.spec import (
     MoeSpec,
 )
 from minisgl_backend.models.tensor_names import TensorNames
+
+
+def read_gemma(config: ConfigReader) -> ModelSpec:
+    """``GemmaForCausalLM``, the first Gemma: Llama with gates of GELU, also if config.json calls
+    the exact one."""
+    check_always(config, {"use_bidirectional_attention": False})
+    for key in ("hidden_act", "hidden_activation"):
+        if (given := config.word(key, "gelu")) not in ("gelu", "gelu_pytorch_tanh"):
+            raise config.error(key, "'gelu' or 'gelu_pytorch_tanh'", given)
+    config = config.with_values(hidden_act="silu").with_defaults(
+        head_dim=256,
+        max_position_embeddings=8192,
+        num_key_value_heads=16,
+        tie_word_embeddings=True,
+    )
+    fields = common_fields(config)
+    return ModelSpec(
+        architecture="GemmaForCausalLM",
+        norm_offset=1.0,
+        gate="gelu",
+        embedding_scale=fields["hidden_size"] ** 0.5,
+        **attention_biases(config),
+        **fields,
+    )
 
 
 def read_gemma3_text(config: ConfigReader) -> ModelSpec:

@@ -1,5 +1,6 @@
-"""Models that see or hear around a decoder that is another architecture here: InternVL, LLaVA,
-SmolVLM, the thinkers of Qwen's Omni models. Read is the text part.
+"""Models that see or hear around a decoder that is another architecture here: Aya and Command A
+Vision, InternVL, LFM2-VL, LLaVA, SmolVLM, the thinkers of Qwen's Omni models. Read is the text
+part.
 
 A decoder is found by ``model_type`` of the text part's config. Must not know how it is computed.
 """
@@ -12,6 +13,7 @@ from types import MappingProxyType
 from typing import Final, TypeAlias
 
 from minisgl_backend.models.config_json import ConfigReader
+from minisgl_backend.models.families.cohere import read_cohere, read_cohere2
 from minisgl_backend.models.families.fields import text_of_vl, text_part
 from minisgl_backend.models.families.gpt_oss import read_gpt_oss
 from minisgl_backend.models.families.lfm import read_lfm2, read_lfm2_moe
@@ -31,6 +33,8 @@ _Read: TypeAlias = Callable[[ConfigReader], ModelSpec]
 
 _DECODERS: Final[Mapping[str, _Read]] = MappingProxyType(
     {
+        "cohere": read_cohere,
+        "cohere2": read_cohere2,
         "gpt_oss": read_gpt_oss,
         "lfm2": read_lfm2,
         "lfm2_moe": read_lfm2_moe,
@@ -53,6 +57,13 @@ _OF_7B: Final = MappingProxyType(
 )
 _SIZES: Final[Mapping[str, Mapping[str, int]]] = MappingProxyType(
     {
+        "cohere2": {
+            "hidden_size": 8192,
+            "intermediate_size": 22_528,
+            "num_attention_heads": 64,
+            "num_hidden_layers": 40,
+            "vocab_size": 256_000,
+        },
         "lfm2": {
             "hidden_size": 2560,
             "intermediate_size": 12_288,
@@ -76,6 +87,16 @@ _OF_THINKER: Final = (("thinker.model.", "model."), ("thinker.lm_head.", "lm_hea
 """Names of tensors of text parts, each with the decoder's."""
 _SPEECH: Final = ("talker.", "token2wav.", "code2wav.")
 """How names of tensors begin that speak."""
+
+
+def read_aya_vision(config: ConfigReader) -> ModelSpec:
+    """``AyaVisionForConditionalGeneration``: Aya Vision, around Command."""
+    return _text_of(config, "AyaVisionForConditionalGeneration", "cohere2", tied=True)
+
+
+def read_cohere2_vision(config: ConfigReader) -> ModelSpec:
+    """``Cohere2VisionForConditionalGeneration``: Command A Vision."""
+    return _text_of(config, "Cohere2VisionForConditionalGeneration", "cohere2", tied=True)
 
 
 def read_internvl(config: ConfigReader) -> ModelSpec:

@@ -85,6 +85,7 @@ def check_invariant_spec(spec: ModelSpec) -> None:
         "layers that differ in their heads": bool(spec.kv_heads),
         "layers with inputs of their own": spec.layer_inputs is not None or spec.scaled_layers,
         "attention sinks": spec.sinks,
+        "bounded scores": spec.score_cap != 0,
         "gated attention": spec.gated_attention,
         "norms of the outputs of a layer's parts": spec.norms != "before",
         "norms over all heads of a token": spec.qk_norm == "token",

@@ -42,8 +42,9 @@ class AttentionShape:
     ``windows`` has one entry per layer: the number of positions that a token sees, including its
     own; None for all positions up to its own. With ``sections`` windows do not slide: they are
     sections of the sequence, all of one size, and a token sees nothing before its section
-    (``attention.sections``). The scores, q k^T, are multiplied by ``scale``. With ``sinks`` each
-    layer has sinks (``PagedKV``). ``by_layer`` has one entry per layer, unless all layers have
+    (``attention.sections``). The scores, q k^T, are multiplied by ``scale``. Unless ``cap``
+    c is 0, it then bounds scores s as c tanh(s / c). With ``sinks`` each layer has sinks
+    (``PagedKV``). ``by_layer`` has one entry per layer, unless all layers have
     ``num_kv_heads`` heads of size ``head_dim``. ``window_pages``: layers with windows have their
     own pages and page table (``cache.windows``). ``latent_dim``: pages hold latents, and a head's
     values are the first ``latent_dim`` elements of its keys (``PagedKV``).
@@ -54,6 +55,7 @@ class AttentionShape:
     head_dim: int
     scale: float
     windows: tuple[int | None, ...]
+    cap: float = 0.0
     sections: bool = False
     sinks: bool = False
     by_layer: tuple[KVHeads, ...] = ()

@@ -85,7 +85,7 @@ def choose_attention(option: str | None, setting: AttentionSetting) -> PagedAtte
     with 16-bit pages if sgl_kernel is installed, since its kernels use the tensor cores better, and
     otherwise ``triton``. ``fi`` and ``trtllm`` compile their kernels for minutes at first use, so
     ``auto`` never takes them. With ``batch_invariant`` there is one backend, which no option names.
-    Only ``triton`` and ``sdpa`` take latents.
+    Only ``triton`` and ``sdpa`` take latents and bounded scores.
     """
     if len(setting.shape.kinds) > 1 or setting.shape.window_pages:
         return _by_layer(option, setting)
@@ -234,14 +234,17 @@ def _tile_dim(setting: AttentionSetting) -> int:
     return setting.shape.latent_dim or setting.shape.head_dim
 
 
-def _why_no_latents(setting: AttentionSetting) -> str | None:
-    if setting.shape.latent_dim is None:
+def _why_unknown(setting: AttentionSetting) -> str | None:
+    """Why only this package's Triton kernels and PyTorch compute attention of this model."""
+    shape = setting.shape
+    if shape.latent_dim is None and not shape.cap:
         return None
-    return "has no kernels for the latents of this model: take triton or sdpa"
+    what = "bounded scores" if shape.latent_dim is None else "latents"
+    return f"has no kernels for the {what} of this model: take triton or sdpa"
 
 
 def _why_not_cuda(setting: AttentionSetting) -> str | None:
-    if reason := _why_no_latents(setting):
+    if reason := _why_unknown(setting):
         return reason
     if setting.dtype not in (torch.bfloat16, torch.float16):
         return f"needs dtype bfloat16 or float16, not {_name(setting.dtype)}"
@@ -258,7 +261,7 @@ def _why_not_cuda(setting: AttentionSetting) -> str | None:
 
 
 def _why_not_flash_attn(setting: AttentionSetting) -> str | None:
-    if reason := _why_no_latents(setting):
+    if reason := _why_unknown(setting):
         return reason
     if setting.kv_dtype not in (torch.bfloat16, torch.float16):
         return f"needs KV pages of bfloat16 or float16, not {_name(setting.kv_dtype)}"
@@ -275,7 +278,7 @@ def _why_not_flash_attn(setting: AttentionSetting) -> str | None:
 
 def _why_not_flash_infer(setting: AttentionSetting) -> str | None:
     """The limits that all of FlashInfer's kernels share."""
-    if reason := _why_no_latents(setting):
+    if reason := _why_unknown(setting):
         return reason
     head_dim = setting.shape.head_dim
     if setting.dtype not in (torch.bfloat16, torch.float16):
@@ -290,7 +293,7 @@ def _why_not_flash_infer(setting: AttentionSetting) -> str | None:
 
 
 def _why_not_trtllm(setting: AttentionSetting) -> str | None:
-    if reason := _why_no_latents(setting):
+    if reason := _why_unknown(setting):
         return reason
     if setting.page_size not in TRTLLM_PAGE_SIZES:
         return (

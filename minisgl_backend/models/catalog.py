@@ -40,6 +40,7 @@ from minisgl_backend.models.families.exaone import read_exaone4, read_exaone4_5,
 from minisgl_backend.models.families.falcon import read_falcon_h1
 from minisgl_backend.models.families.gemma import (
     read_gemma,
+    read_gemma2,
     read_gemma3,
     read_gemma3_text,
     read_gemma4,
@@ -313,6 +314,7 @@ ARCHITECTURES: Final[Mapping[str, Callable[[ConfigReader], ModelSpec]]] = Mappin
         "CohereForCausalLM": read_cohere,
         "Cohere2ForCausalLM": read_cohere2,
         "GemmaForCausalLM": read_gemma,
+        "Gemma2ForCausalLM": read_gemma2,
         "Lfm2ForCausalLM": read_lfm2,
         "Lfm2MoeForCausalLM": read_lfm2_moe,
         "InternVLForConditionalGeneration": read_internvl,

@@ -347,7 +347,8 @@ class ModelSpec:
     same norm of its input, and both are added to it; then ``norms`` are those of inputs, and each
     layer has attention. ``gate``: that of feed-forward blocks other than experts; None: they have
     no gates, but the square of ReLU. ``attention_scale`` multiplies the scores, by default head_dim
-    to the power of -1/2. ``embedding_scale`` multiplies the embeddings, ``branch_scale`` what each
+    to the power of -1/2; ``score_cap`` then bounds them as ``logit_cap`` bounds logits.
+    ``embedding_scale`` multiplies the embeddings, ``branch_scale`` what each
     part of a layer adds to the residual stream, and ``logit_scale`` the logits.
     ``gated_attention``: attention's output is multiplied by a gate computed from its input; with
     ``gates_apart`` by a projection of its own, otherwise by that of the queries. ``sinks``: the
@@ -395,6 +396,7 @@ class ModelSpec:
     gate: Gate | None = "silu"
     ropes: tuple[RopeSpec | None, ...] = ()
     attention_scale: float | None = None
+    score_cap: float = 0.0
     embedding_scale: float = 1.0
     branch_scale: float = 1.0
     logit_scale: float = 1.0
@@ -572,6 +574,7 @@ class ModelSpec:
             num_kv_heads=max(1, common.num_kv_heads // ranks),
             head_dim=common.head_dim,
             scale=self.attention_scale or common.head_dim**-0.5,
+            cap=self.score_cap,
             windows=tuple(self.windows[layer] for layer in self.attention_layers),
             sections=self.sections,
             sinks=self.sinks,

@@ -929,6 +929,15 @@ def _gemma(**changes: Any) -> PreTrainedModel:
     return cast(PreTrainedModel, _newer("GemmaForCausalLM")(config))
 
 
+def _gemma2(**changes: Any) -> PreTrainedModel:
+    """Scores are well beyond their bound."""
+    sizes = {"num_hidden_layers": 3, "head_dim": 32, "sliding_window": 20}
+    bounds = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 20.0}
+    values = {**_SHAPE, **sizes, **bounds, "query_pre_attn_scalar": 24, **changes}
+    config = _newer("Gemma2Config")(**values, attn_implementation="eager")
+    return cast(PreTrainedModel, _newer("Gemma2ForCausalLM")(config))
+
+
 _SHORT_CONVS: Final = MappingProxyType(
     {
         "num_hidden_layers": 4,
@@ -1367,6 +1376,15 @@ CASES: Final[Mapping[str, Callable[[], PreTrainedModel]]] = MappingProxyType(
         "gemma": _gemma,
         "gemma-biases": lambda: _gemma(
             attention_bias=True, num_key_value_heads=1, tie_word_embeddings=False
+        ),
+        "gemma2": _gemma2,
+        "gemma2-listed": lambda: _gemma2(
+            layer_types=["full_attention", "sliding_attention", "full_attention"],
+            attn_logit_softcapping=None,
+            final_logit_softcapping=None,
+            attention_bias=True,
+            num_key_value_heads=4,
+            tie_word_embeddings=False,
         ),
     }
 )

@@ -77,6 +77,7 @@ PAGE_SIZE = 16
         "arcee-biases",
         "cohere-biases",
         "cohere2",
+        "gemma2",
         "lfm2-biases",
         "lfm2-moe",
         "qwen3-vl-experts",

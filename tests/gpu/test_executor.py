@@ -121,6 +121,7 @@ OTHERS = [
     "cohere-biases",
     "cohere2",
     "gemma",
+    "gemma2",
 ]
 """Cases with parts that no case above has."""
 _HAVE_EXPERTS = re.compile(

@@ -102,6 +102,14 @@ def test_other_kernels_take_no_latents(option: str) -> None:
         choice(option, shape=LATENTS, device=ACCELERATOR)
 
 
+@pytest.mark.parametrize("option", ["cuda", "fa", "fi", "trtllm", "fa,triton", "triton,cuda"])
+def test_other_kernels_do_not_bound_scores(option: str) -> None:
+    shape = replace(SETTING.shape, cap=50.0)
+    with pytest.raises(ConfigError, match="has no kernels for the bounded scores of this model"):
+        choice(option, shape=shape, device=ACCELERATOR)
+    assert choice(None, shape=shape, device=ACCELERATOR).name == "triton"
+
+
 def test_latents_have_to_fit_into_a_tile() -> None:
     shape = replace(LATENTS, head_dim=832, latent_dim=768)
     assert choice(None, shape=shape, device=ACCELERATOR).name == "sdpa"

@@ -37,6 +37,7 @@ from tests.unit.models.config_jsons import (
     EXAONE_4_5_33B,
     EXAONE_4_32B,
     FALCON_H1_0_5B,
+    GEMMA_2_9B,
     GEMMA_3_1B,
     GEMMA_3_4B,
     GEMMA_4_31B,
@@ -1392,6 +1393,18 @@ def test_the_square_of_relu_and_gates_of_gelu() -> None:
         parse_spec({**GEMMA_7B, "hidden_activation": "relu"})
 
 
+def test_bounded_scores() -> None:
+    spec = parse_spec(GEMMA_2_9B)
+    assert (spec.score_cap, spec.logit_cap, spec.attention_scale) == (50.0, 30.0, 1 / 16)
+    assert spec.windows == (4096, None) * 21 and spec.attention_shape().cap == 50.0
+    assert (spec.norms, spec.norm_offset, spec.gate) == ("around", 1.0, "gelu")
+    assert 9.2 < spec.num_parameters / 1e9 < 9.3
+    assert parse_spec({k: v for k, v in GEMMA_2_9B.items() if "softcapping" not in k}) == spec
+    nulls = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
+    free = parse_spec({**GEMMA_2_9B, **nulls})
+    assert free.score_cap == free.logit_cap == 0.0
+
+
 def test_short_convolutions() -> None:
     spec = parse_spec(LFM2_1_2B)
     conv = spec.recurrent
@@ -1501,7 +1514,7 @@ def test_every_architecture_is_tested() -> None:
             for name in ("LlavaOnevision", "InternVL", "Idefics3", "SmolVLM", "Lfm2Vl", "AyaVision")
         ),
         {**LLAVA_1_5_7B, "architectures": ["Cohere2VisionForConditionalGeneration"]},
-        *(LFM2_1_2B, LFM2_8B_A1B, AFM_4_5B, COMMAND_R_08_2024, COMMAND_R7B, GEMMA_7B),
+        *(LFM2_1_2B, LFM2_8B_A1B, AFM_4_5B, COMMAND_R_08_2024, COMMAND_R7B, GEMMA_7B, GEMMA_2_9B),
     )
     found = {parse_spec(config).architecture for config in configs}
     hybrid = {name for name in ARCHITECTURES if name.startswith(("Qwen3_5", "Qwen3Next"))}

@@ -212,8 +212,8 @@ def num_adapted(spec: ModelSpec) -> int:
     for layer in range(spec.num_layers):
         if spec.attends(layer):
             heads = spec.kv_heads_of(layer)
-            num_outs = (2 + spec.gated_attention) * spec.num_heads + 2 * heads.num_kv_heads
-            found += (4 + spec.gates_apart) * hidden + num_outs * heads.head_dim
+            num_outs = 2 * (spec.num_heads + heads.num_kv_heads) * heads.head_dim
+            found += (4 + spec.gates_apart) * hidden + num_outs + spec.num_gates(layer)
         inner: int | None = spec.intermediate_size_of(layer)
         if spec.moe is not None and layer in spec.moe.layers and not spec.moe.beside:
             shared = spec.moe.experts.shared

@@ -66,7 +66,7 @@ from minisgl_backend.models.families.granite import (
 )
 from minisgl_backend.models.families.hunyuan import read_hunyuan_dense, read_hunyuan_moe
 from minisgl_backend.models.families.hyperclova import read_hyperclovax
-from minisgl_backend.models.families.lfm import read_lfm2, read_lfm2_moe
+from minisgl_backend.models.families.lfm import read_lfm2, read_lfm2_moe, read_lfm3
 from minisgl_backend.models.families.llama import (
     read_arcee,
     read_internlm3,
@@ -317,6 +317,7 @@ ARCHITECTURES: Final[Mapping[str, Callable[[ConfigReader], ModelSpec]]] = Mappin
         "Gemma2ForCausalLM": read_gemma2,
         "Lfm2ForCausalLM": read_lfm2,
         "Lfm2MoeForCausalLM": read_lfm2_moe,
+        "Lfm3ForCausalLM": read_lfm3,
         "InternVLForConditionalGeneration": read_internvl,
         "LlavaForConditionalGeneration": read_llava,
         "LlavaNextForConditionalGeneration": read_llava_next,

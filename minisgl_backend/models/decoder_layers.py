@@ -149,18 +149,21 @@ class PostNormLayer(nn.Module):
 
         has_both = spec.norms == "around"
         self.input_layernorm = norm() if has_both else None
-        self.self_attn = SelfAttention(spec, layer, group, matrices)
+        self._mixer_name, mixer = _token_mixer(spec, layer, group, matrices)
+        assert isinstance(mixer, (SelfAttention, ShortConv))  # others do not give their output
+        self.add_module(self._mixer_name, mixer)
         self.post_attention_layernorm = norm(spec.branch_scale)
         self.pre_feedforward_layernorm = norm() if has_both else None
         self.mlp = _feed_forward(spec, layer, group, matrices, experts)
         self.post_feedforward_layernorm = norm(spec.branch_scale)
         if self.input_layernorm is not None and self.pre_feedforward_layernorm is not None:
-            self.input_layernorm.rounding = self.self_attn.rounding
+            self.input_layernorm.rounding = mixer.rounding
             self.pre_feedforward_layernorm.rounding = self.mlp.rounding
 
     @property
-    def mixer(self) -> TokenMixer:
-        return self.self_attn
+    def mixer(self) -> SelfAttention | ShortConv:
+        """The token mixing, whose module is named as in the checkpoint."""
+        return cast("SelfAttention | ShortConv", getattr(self, self._mixer_name))
 
     @property
     def first_norm(self) -> RMSNorm | None:
@@ -170,7 +173,7 @@ class PostNormLayer(nn.Module):
     def forward(
         self, residual: Tensor, x: Normed, next_norm: RMSNorm | None, step: StepContext
     ) -> tuple[Tensor, Normed]:
-        part, after = self.self_attn.output(x, step), self.post_attention_layernorm
+        part, after = self.mixer.output(x, step), self.post_attention_layernorm
         x, _ = add_normed(residual, part, after, self.pre_feedforward_layernorm, pdl=step.pdl)
         part = self.mlp.output(x, pdl=step.pdl, adapted=step.adapted)
         after = self.post_feedforward_layernorm

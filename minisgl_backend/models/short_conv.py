@@ -77,6 +77,12 @@ class ShortConv(nn.Module):
     ) -> tuple[Tensor, Normed]:
         return self.out_proj.add_to(residual, Normed(self._mixed(x, step)), norm, pdl=step.pdl)
 
+    def output(self, x: Normed, step: StepContext) -> Tensor:
+        """What ``forward`` adds to the residual stream, [num_tokens, hidden_size], for layers that
+        change it first."""
+        output: Tensor = self.out_proj(Normed(self._mixed(x, step)), pdl=step.pdl)
+        return output
+
     def rounding(self, num_tokens: int) -> int | None:
         return self.in_proj.matrix.rounding(num_tokens)
 

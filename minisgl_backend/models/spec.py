@@ -348,14 +348,15 @@ class ModelSpec:
     layer has attention. ``gate``: that of feed-forward blocks other than experts; None: they have
     no gates, but the square of ReLU. ``attention_scale`` multiplies the scores, by default head_dim
     to the power of -1/2; ``score_cap`` then bounds them as ``logit_cap`` bounds logits.
-    ``embedding_scale`` multiplies the embeddings, ``branch_scale`` what each
-    part of a layer adds to the residual stream, and ``logit_scale`` the logits.
-    ``gated_attention``: attention's output is multiplied by a gate computed from its input; with
-    ``gates_apart`` by a projection of its own, otherwise by that of the queries. ``sinks``: the
-    softmax of each head has one more score, which is learned. ``recurrent`` describes the layers
-    that mix tokens without attention or, with ``parallel_mixers``, by both: the layer adds what
-    attention and the other make of the same input. With ``single_parts`` each layer is only token
-    mixing, or only a feed-forward block, with one norm; there is one entry per layer.
+    ``embedding_scale`` multiplies the embeddings, ``branch_scale`` what each part of a layer adds
+    to the residual stream, and ``logit_scale`` the logits. ``gated_attention``: attention's output
+    is multiplied by a gate computed from its input; with ``gates_apart`` by a projection of its
+    own, otherwise by that of the queries. With ``head_gates``, which are apart, the gate of a head
+    is one number. ``sinks``: the softmax of each head has one more score, which is learned.
+    ``recurrent`` describes the layers that mix tokens without attention or, with
+    ``parallel_mixers``, by both: the layer adds what attention and the other make of the same
+    input. With ``single_parts`` each layer is only token mixing, or only a feed-forward block, with
+    one norm; there is one entry per layer.
 
     ``kv_heads`` has one entry per layer, unless all layers have ``num_kv_heads`` heads of size
     ``head_dim``; so has ``intermediate_sizes``, unless all feed-forward blocks have the same width.
@@ -402,6 +403,7 @@ class ModelSpec:
     logit_scale: float = 1.0
     gated_attention: bool = False
     gates_apart: bool = False
+    head_gates: bool = False
     sinks: bool = False
     recurrent: RecurrentSpec | None = None
     parallel_mixers: bool = False
@@ -493,6 +495,11 @@ class ModelSpec:
             return self.kv_heads[layer]
         return KVHeads(self.num_kv_heads, self.head_dim)
 
+    def num_gates(self, layer: int) -> int:
+        """The number of a token's gates of a layer's attention."""
+        of_head = 1 if self.head_gates else self.kv_heads_of(layer).head_dim
+        return self.num_heads * of_head if self.gated_attention else 0
+
     def rotary_head_dim(self, layer: int) -> int:
         """The size of what a layer's ``rope_of`` rotates."""
         return self.kv_heads_of(layer).head_dim if self.latent is None else self.latent.rope_dim
@@ -529,11 +536,11 @@ class ModelSpec:
             if self.latent is not None:
                 mixers += self.latent.num_parameters(self.num_heads, self.hidden_size)
                 continue
-            # queries and their gates, outputs; keys, values
-            own, heads = self.kv_heads_of(layer), (2 + self.gated_attention) * self.num_heads
+            # queries, outputs; keys, values
+            own, heads = self.kv_heads_of(layer), 2 * self.num_heads
             if self.kv_source(layer) == layer:
                 heads += (1 if layer in self.keys_are_values else 2) * own.num_kv_heads
-            mixers += heads * own.head_dim * self.hidden_size
+            mixers += (heads * own.head_dim + self.num_gates(layer)) * self.hidden_size
         if (recurrent := self.recurrent) is not None:
             mixers += len(recurrent.layers) * recurrent.num_rows * self.hidden_size
         with_experts, experts = frozenset[int](), 0
@@ -578,6 +585,7 @@ class ModelSpec:
             windows=tuple(self.windows[layer] for layer in self.attention_layers),
             sections=self.sections,
             sinks=self.sinks,
+            one_pool=self.recurrent is not None,  # snapshots do not keep window pages
             by_layer=by_layer if len(set(by_layer)) > 1 else (),
             latent_dim=None if self.latent is None else self.latent.latent_dim,
         )

@@ -958,6 +958,13 @@ def _lfm2_moe(**changes: Any) -> PreTrainedModel:
     return _corrected(_newer("Lfm2MoeForCausalLM")(_newer("Lfm2MoeConfig")(**values)))
 
 
+def _lfm3(**changes: Any) -> PreTrainedModel:
+    kinds = ["conv", "sliding_attention", "full_attention", "conv"]
+    sizes = {"num_hidden_layers": 4, "head_dim": 32, "sliding_window": 20, "layer_types": kinds}
+    config = _newer("Lfm3Config")(**{**_SHAPE, **sizes, **changes})
+    return cast(PreTrainedModel, _newer("Lfm3ForCausalLM")(config))
+
+
 _EYE: Final = MappingProxyType(
     {
         "hidden_size": 32,
@@ -1384,6 +1391,14 @@ CASES: Final[Mapping[str, Callable[[], PreTrainedModel]]] = MappingProxyType(
             final_logit_softcapping=None,
             attention_bias=True,
             num_key_value_heads=4,
+            tie_word_embeddings=False,
+        ),
+        "lfm3": _lfm3,
+        "lfm3-biases": lambda: _lfm3(
+            use_attention_gate=False,
+            attention_bias=True,
+            conv_bias=True,
+            conv_L_cache=3,
             tie_word_embeddings=False,
         ),
     }

@@ -80,6 +80,7 @@ PAGE_SIZE = 16
         "gemma2",
         "lfm2-biases",
         "lfm2-moe",
+        "lfm3",
         "qwen3-vl-experts",
         "qwen3.5-tied",
         "qwen3-next-sparse",

@@ -34,7 +34,7 @@ DENSE = [
     *("qwen3.5", "qwen3.5-tied", "qwen3.5-multimodal"),
     # not granite-hybrid-dense: older versions of transformers normalize its groups together
     *("nemotron-h", "nemotron-h-biases", "bamba"),
-    *("falcon-h1", "falcon-h1-norm", "lfm2", "lfm2-biases"),
+    *("falcon-h1", "falcon-h1-norm", "lfm2", "lfm2-biases", "lfm3"),
 ]
 EXPERTS = [
     *("qwen3.5-experts", "qwen3.5-experts-multimodal", "qwen3-next", "qwen3-next-sparse"),

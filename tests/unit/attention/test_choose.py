@@ -102,6 +102,12 @@ def test_other_kernels_take_no_latents(option: str) -> None:
         choice(option, shape=LATENTS, device=ACCELERATOR)
 
 
+def test_windows_over_the_pages_of_all_layers() -> None:
+    shape = replace(SETTING.shape, windows=(8, None), one_pool=True).for_context(100)
+    assert not shape.window_pages and len(shape.kinds) == 1
+    assert choice(None, shape=shape).name == "sdpa"
+
+
 @pytest.mark.parametrize("option", ["cuda", "fa", "fi", "trtllm", "fa,triton", "triton,cuda"])
 def test_other_kernels_do_not_bound_scores(option: str) -> None:
     shape = replace(SETTING.shape, cap=50.0)

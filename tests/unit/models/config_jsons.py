@@ -1707,3 +1707,21 @@ GEMMA_2_9B: Final[dict[str, Any]] = {
     "torch_dtype": "bfloat16",
     "vocab_size": 256000,
 }
+LFM3_1_7B: Final[dict[str, Any]] = {
+    "architectures": ["Lfm3ForCausalLM"],
+    "conv_L_cache": 7,
+    "conv_bias": False,
+    "dtype": "bfloat16",
+    "eos_token_id": 124900,
+    "head_dim": 128,
+    "hidden_size": 2048,
+    "intermediate_size": 7680,
+    "max_position_embeddings": 128000,
+    "model_type": "lfm3",
+    "norm_eps": 1e-05,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 4,
+    "sliding_window": 256,
+    "vocab_size": 128000,
+}

@@ -63,6 +63,7 @@ from tests.unit.models.config_jsons import (
     K_EXAONE,
     LFM2_1_2B,
     LFM2_8B_A1B,
+    LFM3_1_7B,
     LLAMA_3_1_8B,
     LLAMA_4_SCOUT,
     LLAVA_1_5_7B,
@@ -1424,6 +1425,19 @@ def test_short_convolutions() -> None:
     assert spec.moe is not None and spec.moe.layers == frozenset(range(2, 24))
     assert spec.moe.experts.routing.corrected and spec.moe.experts.routing.sigmoid
     assert 8.3 < spec.num_parameters / 1e9 < 8.4
+
+    spec = parse_spec(LFM3_1_7B)
+    conv = spec.recurrent
+    assert isinstance(conv, ConvSpec) and len(conv.layers) == 13 and conv.conv_width == 7
+    assert spec.windows[:5] == (None, None, None, None, 256)
+    assert (spec.norms, spec.gates_apart, spec.head_gates) == ("around", True, True)
+    local, rope = spec.rope_of(4), spec.rope
+    assert local is not None and (local.scaling, local.theta) == ("default", 1e4)
+    assert (rope.scaling, rope.theta, rope.rotated) == ("proportional", 1e6, 0.5)
+    assert not spec.attention_shape().for_context(4096).window_pages, "states have snapshots"
+    assert 1.7 < spec.num_parameters / 1e9 < 1.9
+    with pytest.raises(ConfigError, match="use_sandwich_norm False is not supported, only True"):
+        parse_spec({**LFM3_1_7B, "use_sandwich_norm": False})
     with pytest.raises(ConfigError, match="layer_types must be 24 of conv, full_attention"):
         parse_spec({**LFM2_8B_A1B, "layer_types": ["conv"]})
 
@@ -1514,7 +1528,16 @@ def test_every_architecture_is_tested() -> None:
             for name in ("LlavaOnevision", "InternVL", "Idefics3", "SmolVLM", "Lfm2Vl", "AyaVision")
         ),
         {**LLAVA_1_5_7B, "architectures": ["Cohere2VisionForConditionalGeneration"]},
-        *(LFM2_1_2B, LFM2_8B_A1B, AFM_4_5B, COMMAND_R_08_2024, COMMAND_R7B, GEMMA_7B, GEMMA_2_9B),
+        *(
+            LFM2_1_2B,
+            LFM2_8B_A1B,
+            LFM3_1_7B,
+            AFM_4_5B,
+            COMMAND_R_08_2024,
+            COMMAND_R7B,
+            GEMMA_7B,
+            GEMMA_2_9B,
+        ),
     )
     found = {parse_spec(config).architecture for config in configs}
     hybrid = {name for name in ARCHITECTURES if name.startswith(("Qwen3_5", "Qwen3Next"))}

@@ -85,12 +85,15 @@ def check_invariant_spec(spec: ModelSpec) -> None:
         "layers that differ in their heads": bool(spec.kv_heads),
         "layers with inputs of their own": spec.layer_inputs is not None or spec.scaled_layers,
         "attention sinks": spec.sinks,
+        "bounded scores": spec.score_cap != 0,
         "gated attention": spec.gated_attention,
         "norms of the outputs of a layer's parts": spec.norms != "before",
         "norms over all heads of a token": spec.qk_norm == "token",
         "gates by GELU": spec.gate == "gelu",
         "feed-forward blocks without gates": spec.gate is None,
+        "norms that subtract the mean": spec.centered_norms,
         "layers of a single part": bool(spec.single_parts),
+        "layers whose parts read the same norm": spec.parallel_parts,
         "routers that compute in float32": experts is not None and experts.routing.wide,
         "routers with biases": experts is not None and experts.biases,
         "experts that all tokens take": experts is not None and experts.shared is not None,
@@ -209,8 +212,8 @@ def num_adapted(spec: ModelSpec) -> int:
     for layer in range(spec.num_layers):
         if spec.attends(layer):
             heads = spec.kv_heads_of(layer)
-            num_outs = (2 + spec.gated_attention) * spec.num_heads + 2 * heads.num_kv_heads
-            found += (4 + spec.gates_apart) * hidden + num_outs * heads.head_dim
+            num_outs = 2 * (spec.num_heads + heads.num_kv_heads) * heads.head_dim
+            found += (4 + spec.gates_apart) * hidden + num_outs + spec.num_gates(layer)
         inner: int | None = spec.intermediate_size_of(layer)
         if spec.moe is not None and layer in spec.moe.layers and not spec.moe.beside:
             shared = spec.moe.experts.shared

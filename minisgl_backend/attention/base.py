@@ -50,10 +50,11 @@ class AttentionShape:
     ``windows`` has one entry per layer: the number of positions that a token sees, including its
     own; None for all positions up to its own. With ``sections`` windows do not slide: they are
     sections of the sequence, all of one size, and a token sees nothing before its section
-    (``attention.sections``). The scores, q k^T, are multiplied by ``scale``. With ``sinks`` each
-    layer has sinks (``PagedKV``). ``by_layer`` has one entry per layer, unless all layers have
-    ``num_kv_heads`` heads of size ``head_dim``. ``window_pages``: layers with windows have their
-    own pages and page table (``cache.windows``). ``latent_dim``: pages hold latents, and a head's
+    (``attention.sections``). The scores, q k^T, are multiplied by ``scale``. Unless ``cap`` c is 0,
+    it then bounds scores s as c tanh(s / c). With ``sinks`` each layer has sinks (``PagedKV``).
+    ``by_layer`` has one entry per layer, unless all layers have ``num_kv_heads`` heads of size
+    ``head_dim``. ``window_pages``: layers with windows have their own pages and page table
+    (``cache.windows``); never if ``one_pool``. ``latent_dim``: pages hold latents, and a head's
     values are the first ``latent_dim`` elements of its keys (``PagedKV``); ``expanded`` are the
     keys and values that can be made of a latent.
     """
@@ -63,10 +64,12 @@ class AttentionShape:
     head_dim: int
     scale: float
     windows: tuple[int | None, ...]
+    cap: float = 0.0
     sections: bool = False
     sinks: bool = False
     by_layer: tuple[KVHeads, ...] = ()
     window_pages: bool = False
+    one_pool: bool = False
     latent_dim: int | None = None
     expanded: ExpandedHeads | None = None
 
@@ -83,7 +86,8 @@ class AttentionShape:
         """The shape for sequences of up to ``context`` tokens: with window pages if sequences can
         be longer than the windows, and otherwise without sections."""
         is_longer = self.window is not None and self.window < context
-        return replace(self, sections=self.sections and is_longer, window_pages=is_longer)
+        window_pages = is_longer and not self.one_pool
+        return replace(self, sections=self.sections and is_longer, window_pages=window_pages)
 
     @property
     def section(self) -> int | None:

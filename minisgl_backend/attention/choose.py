@@ -100,7 +100,7 @@ def choose_attention(option: str | None, setting: AttentionSetting) -> PagedAtte
     otherwise ``triton``. ``fi`` and ``trtllm`` compile their kernels for minutes at first use, so
     ``auto`` never takes them. With ``batch_invariant`` there is one backend, which no option names.
     Only ``triton``, ``fa`` and ``sdpa`` take latents; by default ``triton`` decodes few rows, and
-    ``fa`` more.
+    ``fa`` more. Only ``triton`` and ``sdpa`` take bounded scores.
     """
     if len(setting.shape.kinds) > 1 or setting.shape.window_pages:
         return _by_layer(option, setting)
@@ -252,10 +252,13 @@ def _tile_dim(setting: AttentionSetting) -> int:
     return setting.shape.latent_dim or setting.shape.head_dim
 
 
-def _why_no_latents(setting: AttentionSetting) -> str | None:
-    if setting.shape.latent_dim is None:
+def _why_unknown(setting: AttentionSetting) -> str | None:
+    """Why only this package's Triton kernels and PyTorch compute attention of this model."""
+    shape = setting.shape
+    if shape.latent_dim is None and not shape.cap:
         return None
-    return "has no kernels for the latents of this model: take triton or sdpa"
+    what = "bounded scores" if shape.latent_dim is None else "latents"
+    return f"has no kernels for the {what} of this model: take triton or sdpa"
 
 
 def _expansion(prefill: str, setting: AttentionSetting) -> ChunkExpansion | None:
@@ -273,7 +276,7 @@ def _expansion(prefill: str, setting: AttentionSetting) -> ChunkExpansion | None
 
 
 def _why_not_cuda(setting: AttentionSetting) -> str | None:
-    if reason := _why_no_latents(setting):
+    if reason := _why_unknown(setting):
         return reason
     if setting.dtype not in (torch.bfloat16, torch.float16):
         return f"needs dtype bfloat16 or float16, not {_name(setting.dtype)}"
@@ -290,6 +293,8 @@ def _why_not_cuda(setting: AttentionSetting) -> str | None:
 
 
 def _why_not_flash_attn(setting: AttentionSetting) -> str | None:
+    if setting.shape.latent_dim is None and (reason := _why_unknown(setting)):
+        return reason
     if setting.kv_dtype not in (torch.bfloat16, torch.float16):
         return f"needs KV pages of bfloat16 or float16, not {_name(setting.kv_dtype)}"
     if setting.shape.sinks and setting.dtype != torch.bfloat16:
@@ -308,7 +313,7 @@ def _why_not_flash_attn(setting: AttentionSetting) -> str | None:
 
 def _why_not_flash_infer(setting: AttentionSetting) -> str | None:
     """The limits that all of FlashInfer's kernels share."""
-    if reason := _why_no_latents(setting):
+    if reason := _why_unknown(setting):
         return reason
     head_dim = setting.shape.head_dim
     if setting.dtype not in (torch.bfloat16, torch.float16):
@@ -323,7 +328,7 @@ def _why_not_flash_infer(setting: AttentionSetting) -> str | None:
 
 
 def _why_not_trtllm(setting: AttentionSetting) -> str | None:
-    if reason := _why_no_latents(setting):
+    if reason := _why_unknown(setting):
         return reason
     if setting.page_size not in TRTLLM_PAGE_SIZES:
         return (

@@ -55,6 +55,7 @@ class TritonPrefill:
             ends=chunks.ends,
             max_length=chunks.max_length,
             scale=self._shape.scale,
+            cap=self._shape.cap,
             window=self._shape.windows[layer],
             out=out,
         )
@@ -79,6 +80,7 @@ class TritonDecode:
             self._workspace,
             rows=rows.rows,
             scale=self._shape.scale,
+            cap=self._shape.cap,
             window=self._shape.windows[layer],
             out=out,
             pdl=rows.pdl,

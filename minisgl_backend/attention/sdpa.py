@@ -30,6 +30,8 @@ from torch import Tensor
 from minisgl_backend.attention.base import AttentionSetting, Chunks, DecodeRows, LayerAttention
 from minisgl_backend.attention.query_blocks import Blocks
 from minisgl_backend.device.base import HostArray
+from minisgl_backend.kernels.activation import soft_cap_reference
+from minisgl_backend.kernels.dispatch import at_least_float32
 from minisgl_backend.kernels.paged_kv import PagedKV
 from minisgl_backend.plan import NO_GROUPS, Groups
 from minisgl_backend.request import IntArray
@@ -197,12 +199,13 @@ class SdpaAttention:
             keys, values = _gather_both(kv, segment.pages, segment.num_blocks, q.dtype)
             queries = self._fold(q[segment.tokens], segment.num_blocks)
             mask = segment.masks[window]
-            if kv.sinks is None:
+            if kv.sinks is None and not self._shape.cap:
                 attended = F.scaled_dot_product_attention(
                     queries, keys, values, attn_mask=mask, scale=scale
                 )
             else:
                 attended, logarithms = self._with_logarithms(queries, keys, values, mask)
+            if kv.sinks is not None:
                 # [num_kv_heads, G * L], as queries are folded
                 sinks = kv.sinks.view(self._shape.num_kv_heads, -1).repeat_interleave(
                     queries.shape[2] // self._heads_per_kv, dim=1
@@ -263,8 +266,14 @@ class SdpaAttention:
         self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """The result of ``scaled_dot_product_attention``, [B, heads, L, head_dim], and the
-        logarithms of the sums of weights, [B, heads, L], which that function does not return."""
+        logarithms of the sums of weights, [B, heads, L], which that function does not return. If
+        scores are bounded, which it does not know either, PyTorch computes one step at a time."""
         scale = self._shape.scale
+        if cap := self._shape.cap:
+            scores = at_least_float32(q @ keys.mT) * scale  # [B, heads, L, T]
+            soft_cap_reference(scores, cap)
+            scores = scores if mask is None else scores + mask
+            return scores.softmax(dim=-1).to(q.dtype) @ values, scores.logsumexp(dim=-1)
         if self._device.type != "cpu":
             scores = (q @ keys.mT).float() * scale  # [B, heads, L, T]
             scores = scores if mask is None else scores + mask

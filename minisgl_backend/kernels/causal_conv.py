@@ -1,8 +1,8 @@
-"""A causal convolution over the last few tokens, with SiLU: each channel for itself.
+"""A causal convolution over the last few tokens, mostly with SiLU: each channel for itself.
 
-Layers with recurrent states begin with it (``gated_delta``, ``mamba``). Its own state is the inputs
-of the tokens before. Knows only tensors, slots of states and runs of tokens. Steps of one token a
-row have no kernel here: it is part of theirs.
+Layers with recurrent states begin with it (``gated_delta``, ``mamba``) or are little more
+(``short_conv``). Its own state is the inputs of the tokens before. Knows only tensors, slots of
+states and runs of tokens. Steps of one token a row have no kernel here: it is part of theirs.
 """
 
 from __future__ import annotations
@@ -23,16 +23,18 @@ def causal_conv_runs(
     runs: Runs,
     weight: Tensor,
     bias: Tensor | None = None,
+    *,
+    silu: bool = True,
 ) -> None:
     """The convolution over the tokens of ``runs``. ``out``, which is contiguous, and ``x`` are
     [num_tokens, channels]; ``states`` are ``LayerStates.conv``, updated in place; ``weight``
     [channels, width], whose last column is for the token itself; ``bias`` [channels]."""
     if not use_triton(x):
-        causal_conv_runs_reference(out, x, states, runs, weight, bias)
+        causal_conv_runs_reference(out, x, states, runs, weight, bias, silu=silu)
         return
     from minisgl_backend.kernels.triton_kernels.conv_blocks import launch_conv_blocks
 
-    launch_conv_blocks(out, x, states, runs.blocks, runs.lines, weight, bias)
+    launch_conv_blocks(out, x, states, runs.blocks, runs.lines, weight, bias, silu=silu)
 
 
 def causal_conv_step_reference(
@@ -42,6 +44,8 @@ def causal_conv_step_reference(
     slots: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
+    *,
+    silu: bool = True,
 ) -> None:
     """The same for one token of each row; ``slots`` int64 [num_rows] is -1 for a token that is left
     to others."""
@@ -49,7 +53,8 @@ def causal_conv_step_reference(
     inputs = torch.cat([states[slots], x[of_rows][..., None].to(states.dtype)], dim=-1)
     states[slots] = inputs[..., 1:]
     mixed = (at_least_float32(inputs) * weight).sum(-1)
-    out[of_rows] = F.silu(mixed if bias is None else mixed + bias).to(x.dtype)
+    mixed = mixed if bias is None else mixed + bias
+    out[of_rows] = (F.silu(mixed) if silu else mixed).to(x.dtype)
 
 
 def causal_conv_runs_reference(
@@ -59,6 +64,8 @@ def causal_conv_runs_reference(
     runs: Runs,
     weight: Tensor,
     bias: Tensor | None = None,
+    *,
+    silu: bool = True,
 ) -> None:
     """The twin of ``causal_conv_runs``."""
     for run in runs.listed():
@@ -66,13 +73,13 @@ def causal_conv_runs_reference(
         begin = run.begin
         for end, slot in (*run.kept, (run.end, run.slot)):
             if begin < end:
-                out[begin:end], state = causal_conv(x[begin:end], state, weight, bias)
+                out[begin:end], state = causal_conv(x[begin:end], state, weight, bias, silu=silu)
             states[slot] = state
             begin = end
 
 
 def causal_conv(
-    x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None = None
+    x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None = None, *, silu: bool = True
 ) -> tuple[Tensor, Tensor]:
     """The convolution over one sequence's tokens, and the state after them.
 
@@ -84,4 +91,4 @@ def causal_conv(
     wide = at_least_float32(inputs)
     own_bias = None if bias is None else bias.to(wide.dtype)
     mixed = F.conv1d(wide[None], weight[:, None].to(wide.dtype), own_bias, groups=len(weight))[0]
-    return F.silu(mixed).T.to(x.dtype), inputs[:, len(x) :]
+    return (F.silu(mixed) if silu else mixed).T.to(x.dtype), inputs[:, len(x) :]

@@ -14,6 +14,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from minisgl_backend.kernels.activation import soft_cap_reference
 from minisgl_backend.kernels.dispatch import at_least_float32, num_processors, use_triton
 from minisgl_backend.kernels.paged_kv import PagedKV
 
@@ -57,6 +58,7 @@ def decode_attention(
     *,
     rows: Tensor | None = None,
     scale: float | None = None,
+    cap: float = 0.0,
     window: int | None = None,
     out: Tensor | None = None,
     pdl: bool = False,
@@ -66,8 +68,8 @@ def decode_attention(
     ``q`` [batch_size, num_heads, head_dim], rows may be strided, with num_heads a multiple of the
     pages' num_kv_heads; ``page_table`` int32 [num_rows, max_pages]; ``lengths`` int32 [batch_size],
     at least 1, since the new token's position is included; ``rows`` int [batch_size]: each query's
-    row of the page table, by default its own index. With ``window`` only the last ``window``
-    positions are attended to.
+    row of the page table, by default its own index. Unless ``cap`` c is 0, it bounds scores s as c
+    tanh(s / c). With ``window`` only the last ``window`` positions are attended to.
     Returns [batch_size, num_heads, head_dim] in the dtype of ``q``, in ``out`` if that is given.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -75,7 +77,7 @@ def decode_attention(
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if not use_triton(q):
         attended = decode_attention_reference(
-            q, kv, page_table, lengths, rows=rows, scale=scale, window=window
+            q, kv, page_table, lengths, rows=rows, scale=scale, cap=cap, window=window
         )
         return out.copy_(attended)
     from minisgl_backend.kernels.triton_kernels.decode_attention_kernel import (
@@ -91,6 +93,7 @@ def decode_attention(
         (workspace.outputs, workspace.lses, workspace.counters),
         rows=rows,
         scale=scale,
+        cap=cap,
         window=window,
         splits=num_splits(
             len(q),
@@ -111,6 +114,7 @@ def decode_attention_reference(
     *,
     rows: Tensor | None = None,
     scale: float | None = None,
+    cap: float = 0.0,
     window: int | None = None,
 ) -> Tensor:
     """The twin of ``decode_attention``: one gather of all positions and a dense softmax."""
@@ -129,6 +133,8 @@ def decode_attention_reference(
     # [batch_size, num_kv_heads, group, head_dim]
     grouped = at_least_float32(q).reshape(len(q), num_kv_heads, -1, q.shape[-1])
     scores = torch.einsum("bhgd,bnhd->bhgn", grouped, k) * scale
+    if cap:
+        soft_cap_reference(scores, cap)
     scores = scores.masked_fill(~seen[:, None, None], -math.inf)
     # unseen positions may hold anything, NaN included
     v = v.masked_fill(~seen[:, :, None, None], 0.0)

@@ -12,6 +12,7 @@ import math
 import torch
 from torch import Tensor
 
+from minisgl_backend.kernels.activation import soft_cap_reference
 from minisgl_backend.kernels.dispatch import at_least_float32, use_triton
 from minisgl_backend.kernels.paged_kv import PagedKV
 
@@ -26,6 +27,7 @@ def prefill_attention(
     ends: Tensor,
     max_length: int,
     scale: float,
+    cap: float = 0.0,
     window: int | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -35,8 +37,9 @@ def prefill_attention(
     tokens before and after them are left alone. ``page_table`` int32 [num_rows, max_pages]. For
     each chunk, in int32: ``rows`` [num_chunks] of the page table; ``offsets`` [num_chunks + 1] into
     the tokens; ``ends`` [num_chunks], the row's positions up to and including the chunk's last. A
-    chunk may be empty. ``max_length`` is the most tokens of a chunk. With ``window`` a query
-    attends to that number of positions, its own included. Returns [num_tokens, num_heads,
+    chunk may be empty. ``max_length`` is the most tokens of a chunk. The scores s = q k^T *
+    ``scale`` are bounded as c tanh(s / c), with c the ``cap``, unless that is 0. With ``window`` a
+    query attends to that number of positions, its own included. Returns [num_tokens, num_heads,
     head_dim], in ``out`` if that is given.
     """
     if out is None:
@@ -51,6 +54,7 @@ def prefill_attention(
             offsets=offsets,
             ends=ends,
             scale=scale,
+            cap=cap,
             window=window,
         )
         return out
@@ -68,6 +72,7 @@ def prefill_attention(
         ends=ends,
         max_length=max_length,
         scale=scale,
+        cap=cap,
         window=window,
     )
     return out
@@ -83,6 +88,7 @@ def prefill_attention_reference(
     offsets: Tensor,
     ends: Tensor,
     scale: float,
+    cap: float = 0.0,
     window: int | None = None,
 ) -> None:
     """The twin of ``prefill_attention``: one chunk after another, with a dense softmax. Fills
@@ -100,6 +106,8 @@ def prefill_attention_reference(
             k, v = k * kv.k_scale, v * kv.v_scale
         grouped = at_least_float32(grouped_q[tokens])
         scores = torch.einsum("thgd,nhd->hgtn", grouped, k) * scale  # [heads, group, tokens, end]
+        if cap:
+            soft_cap_reference(scores, cap)
         key = torch.arange(end, device=q.device)
         query = key[end - grouped.shape[0] :, None]
         hidden = key > query

@@ -1,4 +1,5 @@
-"""RMSNorm (arXiv 1910.07467): alone, after a residual add, and before it."""
+"""RMSNorm (arXiv 1910.07467): alone, after a residual add, and before it. If ``centered``, the
+mean is first subtracted from x, which makes it LayerNorm without a bias."""
 
 from __future__ import annotations
 
@@ -12,7 +13,13 @@ from minisgl_backend.kernels.dispatch import use_triton
 
 
 def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, *, out: Tensor | None = None, pdl: bool = False
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    centered: bool = False,
+    out: Tensor | None = None,
+    pdl: bool = False,
 ) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight, computed in float32 and rounded once.
 
@@ -20,18 +27,20 @@ def rms_norm(
     the shape and dtype of ``x``, and is in ``out`` if that is given; ``out`` may be ``x``.
     """
     if not use_triton(x):
-        normed = rms_norm_reference(x, weight, eps)
+        normed = rms_norm_reference(x, weight, eps, centered=centered)
         return normed if out is None else out.copy_(normed)
     from minisgl_backend.kernels.triton_kernels.layer_kernels import launch_rms_norm
 
     if out is None:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    launch_rms_norm(out, x, None, weight, eps, pdl=pdl)
+    launch_rms_norm(out, x, None, weight, eps, centered=centered, pdl=pdl)
     return out
 
 
-def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm_reference(x: Tensor, weight: Tensor, eps: float, *, centered: bool = False) -> Tensor:
     """The twin of ``rms_norm``, for weights in the dtype of ``x``; float64 stays float64."""
+    if centered:
+        return F.layer_norm(x, weight.shape, weight, None, eps)
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
@@ -43,24 +52,32 @@ def scales_of_squares(squares: Tensor, size: int, eps: float) -> Tensor:
 
 
 def fused_add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, pdl: bool = False
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    centered: bool = False,
+    pdl: bool = False,
 ) -> Tensor:
     """residual += x in place; returns ``rms_norm`` of the sum, rounded to its dtype first.
 
     ``x``, ``residual`` [num_tokens, hidden_size] of one dtype; ``weight`` [hidden_size].
     """
     if not use_triton(x):
-        return fused_add_rms_norm_reference(x, residual, weight, eps)
+        return fused_add_rms_norm_reference(x, residual, weight, eps, centered=centered)
     from minisgl_backend.kernels.triton_kernels.layer_kernels import launch_rms_norm
 
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    launch_rms_norm(out, x, residual, weight, eps, pdl=pdl)
+    launch_rms_norm(out, x, residual, weight, eps, centered=centered, pdl=pdl)
     return out
 
 
-def fused_add_rms_norm_reference(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+def fused_add_rms_norm_reference(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, centered: bool = False
+) -> Tensor:
     """The twin of ``fused_add_rms_norm``."""
-    return rms_norm_reference(residual.add_(x), weight, eps)
+    return rms_norm_reference(residual.add_(x), weight, eps, centered=centered)
 
 
 def fused_rms_norm_add(

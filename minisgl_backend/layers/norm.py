@@ -35,18 +35,27 @@ from minisgl_backend.parallel.group import Group
 class RMSNorm(nn.Module):
     """The weight of x / rms(x) * weight over hidden states; ``kernels.rms_norm`` computes it.
 
-    The weight is (offset + the checkpoint's) * scale.
+    The weight is (offset + the checkpoint's) * scale. If ``centered``, it is a LayerNorm's. Few
+    kernels know these, so such a norm is never left to its reader.
     """
 
     rounding: Callable[[int], int | None] | None = None
     """For a number of tokens that its reader takes only in 8 bits: how many neighbours share a
     scale."""
 
-    def __init__(self, size: int, eps: float, *, scale: float = 1.0, offset: float = 0.0):
+    def __init__(
+        self,
+        size: int,
+        eps: float,
+        *,
+        scale: float = 1.0,
+        offset: float = 0.0,
+        centered: bool = False,
+    ):
         super().__init__()
         self.weight = empty_parameter(size)
         self.eps = eps
-        self.scale, self.offset = scale, offset
+        self.scale, self.offset, self.centered = scale, offset, centered
 
     def places(self) -> Iterator[tuple[str, WeightPlace]]:
         yield "weight", whole(self.weight, scale=self.scale, offset=self.offset)
@@ -163,7 +172,8 @@ class Normed:
             return (self.x * scales[:, None]).to(self.x.dtype)
         if self.norm is None:
             return self.x
-        return rms_norm(self.x, self.norm.weight, self.norm.eps, pdl=pdl)
+        norm = self.norm
+        return rms_norm(self.x, norm.weight, norm.eps, centered=norm.centered, pdl=pdl)
 
     def in_float8(self, group: int, *, pdl: bool) -> Float8Rows:
         """The same in 8 bits, if possible rounded by the kernel that completes it. ``group``
@@ -191,13 +201,18 @@ def add_sum(residual: Tensor, part: Tensor, norm: RMSNorm, group: Group, *, pdl:
     ``part``, ``residual`` [num_tokens, hidden_size]. May overwrite ``part``. ``pdl``: see
     ``FusedSum``.
     """
-    weight, eps = norm.weight, norm.eps
-    if group.fused is not None and is_sum_fused(group, len(part), part.shape[1], part.dtype):
+    weight, eps, centered = norm.weight, norm.eps, norm.centered
+    if (
+        group.fused is not None
+        and not centered
+        and is_sum_fused(group, len(part), part.shape[1], part.dtype)
+    ):
         return Normed(group.fused.add_rms_norm(part, residual, weight, eps, pdl=pdl))
     part = group.all_reduce(part)
     neighbours = None if norm.rounding is None else norm.rounding(len(part))
     if neighbours is None:
-        return Normed(fused_add_rms_norm(part, residual, weight, eps, pdl=pdl))
+        normed = fused_add_rms_norm(part, residual, weight, eps, centered=centered, pdl=pdl)
+        return Normed(normed)
     rounded = rms_norm_float8(part, residual, weight, eps, neighbours, pdl=pdl)
     return Normed(residual, norm, rounded=rounded)
 

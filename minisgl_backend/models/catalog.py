@@ -20,6 +20,7 @@ from minisgl_backend.models.checkpoint import head_and_embedding, is_headless
 from minisgl_backend.models.config_json import ConfigReader, read_json
 from minisgl_backend.models.families.afmoe import read_afmoe
 from minisgl_backend.models.families.bamba import read_bamba
+from minisgl_backend.models.families.cohere import read_cohere, read_cohere2
 from minisgl_backend.models.families.deepseek import (
     read_deepseek_v2,
     read_deepseek_v3,
@@ -38,6 +39,8 @@ from minisgl_backend.models.families.ernie import read_ernie4_5, read_ernie4_5_m
 from minisgl_backend.models.families.exaone import read_exaone4, read_exaone4_5, read_exaone_moe
 from minisgl_backend.models.families.falcon import read_falcon_h1
 from minisgl_backend.models.families.gemma import (
+    read_gemma,
+    read_gemma2,
     read_gemma3,
     read_gemma3_text,
     read_gemma4,
@@ -63,7 +66,9 @@ from minisgl_backend.models.families.granite import (
 )
 from minisgl_backend.models.families.hunyuan import read_hunyuan_dense, read_hunyuan_moe
 from minisgl_backend.models.families.hyperclova import read_hyperclovax
+from minisgl_backend.models.families.lfm import read_lfm2, read_lfm2_moe, read_lfm3
 from minisgl_backend.models.families.llama import (
+    read_arcee,
     read_internlm3,
     read_iquest_coder,
     read_llama,
@@ -78,6 +83,19 @@ from minisgl_backend.models.families.mistral import (
     read_mistral3,
     read_mistral4,
     read_mixtral,
+)
+from minisgl_backend.models.families.multimodal import (
+    read_aya_vision,
+    read_cohere2_vision,
+    read_idefics3,
+    read_internvl,
+    read_lfm2_vl,
+    read_llava,
+    read_llava_next,
+    read_llava_onevision,
+    read_qwen2_5_omni,
+    read_qwen3_omni,
+    read_smolvlm,
 )
 from minisgl_backend.models.families.nemotron import read_nemotron_h
 from minisgl_backend.models.families.olmo import read_olmo2, read_olmo3, read_olmoe
@@ -292,6 +310,25 @@ ARCHITECTURES: Final[Mapping[str, Callable[[ConfigReader], ModelSpec]]] = Mappin
         "NemotronHForCausalLM": read_nemotron_h,
         "BambaForCausalLM": read_bamba,
         "FalconH1ForCausalLM": read_falcon_h1,
+        "ArceeForCausalLM": read_arcee,
+        "CohereForCausalLM": read_cohere,
+        "Cohere2ForCausalLM": read_cohere2,
+        "GemmaForCausalLM": read_gemma,
+        "Gemma2ForCausalLM": read_gemma2,
+        "Lfm2ForCausalLM": read_lfm2,
+        "Lfm2MoeForCausalLM": read_lfm2_moe,
+        "Lfm3ForCausalLM": read_lfm3,
+        "InternVLForConditionalGeneration": read_internvl,
+        "LlavaForConditionalGeneration": read_llava,
+        "LlavaNextForConditionalGeneration": read_llava_next,
+        "LlavaOnevisionForConditionalGeneration": read_llava_onevision,
+        "Idefics3ForConditionalGeneration": read_idefics3,
+        "SmolVLMForConditionalGeneration": read_smolvlm,
+        "Lfm2VlForConditionalGeneration": read_lfm2_vl,
+        "AyaVisionForConditionalGeneration": read_aya_vision,
+        "Cohere2VisionForConditionalGeneration": read_cohere2_vision,
+        "Qwen2_5OmniForConditionalGeneration": read_qwen2_5_omni,
+        "Qwen3OmniMoeForConditionalGeneration": read_qwen3_omni,
     }
 )
 """Keyed by the names in config.json."""

@@ -20,7 +20,7 @@ from typing import Any, Final, Literal
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.models.config_json import LFS_POINTER, NOT_FETCHED, read_json
-from minisgl_backend.models.spec import DeltaSpec, ModelSpec, RecurrentSpec
+from minisgl_backend.models.spec import ConvSpec, DeltaSpec, ModelSpec, RecurrentSpec
 from minisgl_backend.models.tensor_names import BODY, LAYER, StoredAs, TensorNames
 
 _INDEX: Final = "model.safetensors.index.json"
@@ -303,6 +303,8 @@ def _expected_of_states(
     if isinstance(recurrent, DeltaSpec):
         name, value_size = "linear_num_value_heads x linear_value_head_dim", recurrent.value_size
         return {f"{layer}.linear_attn.out_proj": {"hidden_size": hidden_size, name: value_size}}
+    if isinstance(recurrent, ConvSpec):
+        return {f"{layer}.conv.out_proj": {"hidden_size": hidden_size}}
     size = recurrent.inner_size
     sizes = {"hidden_size": hidden_size, "number x size of Mamba's heads": size}
     return {f"{layer}.mamba.out_proj": sizes}

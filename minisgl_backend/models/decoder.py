@@ -33,13 +33,15 @@ from minisgl_backend.layers.embedding import OutputHead, VocabEmbedding
 from minisgl_backend.layers.experts import ExpertsMLP
 from minisgl_backend.layers.feed_forward import GatedMLP
 from minisgl_backend.layers.matrix import DenseMatrix, Matrix
-from minisgl_backend.layers.norm import Normed, RMSNorm, add_sum, is_sum_fused
+from minisgl_backend.layers.norm import Normed, add_sum, is_sum_fused
 from minisgl_backend.layers.quantized_matrix import Matrices
 from minisgl_backend.models.decoder_layers import (
     DecoderLayer,
     MakeExperts,
+    ParallelLayer,
     PostNormLayer,
     SinglePartLayer,
+    residual_norm,
 )
 from minisgl_backend.models.gemma4_layer import Gemma4Layer, LayerInputsMaker
 from minisgl_backend.models.latent_attention import LatentAttention
@@ -58,7 +60,7 @@ _PDL_HIDDEN_SIZE: Final = 5376
 _PDL_TOKENS: Final = 256
 """Up to these sizes, starting kernels early (PDL) is at least as fast on an H200."""
 
-Layer: TypeAlias = DecoderLayer | SinglePartLayer | PostNormLayer | Gemma4Layer
+Layer: TypeAlias = DecoderLayer | SinglePartLayer | ParallelLayer | PostNormLayer | Gemma4Layer
 
 
 class _Body(nn.Module):
@@ -75,9 +77,7 @@ class _Body(nn.Module):
         self.layer_inputs: LayerInputsMaker | None = None
         if spec.layer_inputs is not None:
             self.layer_inputs = LayerInputsMaker(spec, spec.layer_inputs, group, matrices)
-        self.norm = RMSNorm(
-            spec.hidden_size, spec.stream_eps, scale=spec.logit_scale, offset=spec.norm_offset
-        )
+        self.norm = residual_norm(spec, spec.logit_scale)
 
 
 class Decoder(nn.Module):
@@ -287,7 +287,10 @@ class Decoder(nn.Module):
         """The same for this rank's part of the vocabulary, [num_rows, head.share], from which
         ``head.gathered`` makes the whole. ``out``, of that shape, takes the result if that saves
         memory."""
-        logits = self.head.part(Normed(hidden, self.model.norm), out)
+        x = Normed(hidden, self.model.norm)
+        if self.model.norm.centered:
+            x = Normed(x.normalized(pdl=False))
+        logits = self.head.part(x, out)
         if cap := self.spec.logit_cap:
             soft_cap(logits, cap)
         return logits
@@ -329,6 +332,8 @@ def _layer(
         return Gemma4Layer(spec, layer, group, matrices, experts)
     if spec.single_parts:
         return SinglePartLayer(spec, layer, group, matrices, experts)
+    if spec.parallel_parts:
+        return ParallelLayer(spec, layer, group, matrices, experts)
     if spec.norms == "before":
         return DecoderLayer(spec, layer, group, matrices, experts)
     return PostNormLayer(spec, layer, group, matrices, experts)

@@ -6,26 +6,37 @@ know the neighbouring layers, except for the norm of the next one, which kernels
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeAlias, cast
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Final, TypeAlias, cast
 
 from torch import Tensor, nn
 
 from minisgl_backend.experts_spec import ExpertsSpec
 from minisgl_backend.layers.experts import ExpertsMLP
 from minisgl_backend.layers.feed_forward import FeedForward, GatedMLP, UngatedMLP
-from minisgl_backend.layers.norm import Normed, RMSNorm, add_normed
+from minisgl_backend.layers.norm import Normed, RMSNorm, add_normed, add_sum
 from minisgl_backend.layers.quantized_matrix import Matrices
 from minisgl_backend.models.gated_delta_net import GatedDeltaNet
 from minisgl_backend.models.latent_attention import LatentAttention
 from minisgl_backend.models.mamba import MambaMixer
 from minisgl_backend.models.parallel_mixer import ParallelMixer, RecurrentMixer
-from minisgl_backend.models.spec import DeltaSpec, ModelSpec
+from minisgl_backend.models.short_conv import ShortConv
+from minisgl_backend.models.spec import ConvSpec, DeltaSpec, MambaSpec, ModelSpec, RecurrentSpec
 from minisgl_backend.models.token_mixing import SelfAttention, StepContext, TokenMixer
 from minisgl_backend.parallel.group import Group
 
 MakeExperts: TypeAlias = Callable[[str, int, ExpertsSpec], ExpertsMLP]
 """(name in the checkpoint, hidden_size, experts) -> their module."""
+_MakeRecurrent: TypeAlias = Callable[[ModelSpec, int, Group, Matrices], RecurrentMixer]
+_RECURRENT: Final[Mapping[type[RecurrentSpec], tuple[str, _MakeRecurrent]]] = MappingProxyType(
+    {
+        DeltaSpec: ("linear_attn", GatedDeltaNet),
+        MambaSpec: ("mamba", MambaMixer),
+        ConvSpec: ("conv", ShortConv),
+    }
+)
+"""The name in the checkpoint of each kind of recurrent layers, and their module."""
 
 
 class DecoderLayer(nn.Module):
@@ -40,11 +51,10 @@ class DecoderLayer(nn.Module):
         experts: MakeExperts,
     ):
         super().__init__()
-        offset = spec.norm_offset
-        self.input_layernorm = RMSNorm(spec.hidden_size, spec.stream_eps, offset=offset)
+        self.input_layernorm = residual_norm(spec)
         self._mixer_name, mixer = _token_mixer(spec, layer, group, matrices)
         self.add_module(self._mixer_name, mixer)
-        self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.stream_eps, offset=offset)
+        self.post_attention_layernorm = residual_norm(spec)
         self.mlp = _feed_forward(spec, layer, group, matrices, experts)
         self.input_layernorm.rounding = self.mixer.rounding
         self.post_attention_layernorm.rounding = self.mlp.rounding
@@ -83,8 +93,7 @@ class SinglePartLayer(nn.Module):
         experts: MakeExperts,
     ):
         super().__init__()
-        offset = spec.norm_offset
-        self.input_layernorm = RMSNorm(spec.hidden_size, spec.stream_eps, offset=offset)
+        self.input_layernorm = residual_norm(spec)
         self._mixer_name: str | None = None
         self.mlp: UngatedMLP | GatedMLP | ExpertsMLP | None = None
         if spec.has_part(layer, "mixer"):
@@ -140,18 +149,21 @@ class PostNormLayer(nn.Module):
 
         has_both = spec.norms == "around"
         self.input_layernorm = norm() if has_both else None
-        self.self_attn = SelfAttention(spec, layer, group, matrices)
+        self._mixer_name, mixer = _token_mixer(spec, layer, group, matrices)
+        assert isinstance(mixer, (SelfAttention, ShortConv))  # others do not give their output
+        self.add_module(self._mixer_name, mixer)
         self.post_attention_layernorm = norm(spec.branch_scale)
         self.pre_feedforward_layernorm = norm() if has_both else None
         self.mlp = _feed_forward(spec, layer, group, matrices, experts)
         self.post_feedforward_layernorm = norm(spec.branch_scale)
         if self.input_layernorm is not None and self.pre_feedforward_layernorm is not None:
-            self.input_layernorm.rounding = self.self_attn.rounding
+            self.input_layernorm.rounding = mixer.rounding
             self.pre_feedforward_layernorm.rounding = self.mlp.rounding
 
     @property
-    def mixer(self) -> TokenMixer:
-        return self.self_attn
+    def mixer(self) -> SelfAttention | ShortConv:
+        """The token mixing, whose module is named as in the checkpoint."""
+        return cast("SelfAttention | ShortConv", getattr(self, self._mixer_name))
 
     @property
     def first_norm(self) -> RMSNorm | None:
@@ -161,12 +173,62 @@ class PostNormLayer(nn.Module):
     def forward(
         self, residual: Tensor, x: Normed, next_norm: RMSNorm | None, step: StepContext
     ) -> tuple[Tensor, Normed]:
-        part, after = self.self_attn.output(x, step), self.post_attention_layernorm
+        part, after = self.mixer.output(x, step), self.post_attention_layernorm
         x, _ = add_normed(residual, part, after, self.pre_feedforward_layernorm, pdl=step.pdl)
         part = self.mlp.output(x, pdl=step.pdl, adapted=step.adapted)
         after = self.post_feedforward_layernorm
         x, _ = add_normed(residual, part, after, next_norm, pdl=step.pdl)
         return residual, x
+
+
+class ParallelLayer(nn.Module):
+    """A layer whose parts read the same norm of the residual stream, and are both added to it
+    (Command). The ranks' sum of both is one."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        layer: int,
+        group: Group,
+        matrices: Matrices,
+        experts: MakeExperts,
+    ):
+        super().__init__()
+        self.input_layernorm = residual_norm(spec)
+        self.self_attn = SelfAttention(spec, layer, group, matrices)
+        self.mlp = _feed_forward(spec, layer, group, matrices, experts)
+        self._group = group
+
+    @property
+    def mixer(self) -> TokenMixer:
+        return self.self_attn
+
+    @property
+    def first_norm(self) -> RMSNorm | None:
+        """The norm of the layer's input."""
+        return self.input_layernorm
+
+    def forward(
+        self, residual: Tensor, x: Normed, next_norm: RMSNorm | None, step: StepContext
+    ) -> tuple[Tensor, Normed]:
+        """As ``DecoderLayer.forward``."""
+        assert next_norm is not None
+        x = Normed(x.normalized(pdl=step.pdl))  # once for both
+        part = self.self_attn.part(x, step)
+        part += self.mlp.part(x, pdl=step.pdl, adapted=step.adapted)
+        return residual, add_sum(residual, part, next_norm, self._group, pdl=step.pdl)
+
+
+def residual_norm(spec: ModelSpec, scale: float = 1.0) -> RMSNorm:
+    """A norm of the residual stream as ``Decoder`` keeps it; ``scale`` multiplies its weight."""
+    assert spec.parallel_parts or not spec.centered_norms  # other layers leave norms to readers
+    return RMSNorm(
+        spec.hidden_size,
+        spec.stream_eps,
+        scale=scale,
+        offset=spec.norm_offset,
+        centered=spec.centered_norms,
+    )
 
 
 def _plain_mlp(
@@ -188,9 +250,8 @@ def _token_mixer(
         return "self_attn", LatentAttention(spec, spec.latent, layer, group, matrices)
     if spec.recurrent is None or layer not in spec.recurrent.layers:
         return "self_attn", SelfAttention(spec, layer, group, matrices)
-    is_delta = isinstance(spec.recurrent, DeltaSpec)
-    name = "linear_attn" if is_delta else "mamba"
-    mixer = (GatedDeltaNet if is_delta else MambaMixer)(spec, layer, group, matrices)
+    name, make = _RECURRENT[type(spec.recurrent)]
+    mixer = make(spec, layer, group, matrices)
     if not spec.parallel_mixers:
         return name, mixer
     attention = SelfAttention(spec, layer, group, matrices)

@@ -14,9 +14,10 @@ from minisgl_backend.layers.norm import Normed, RMSNorm
 from minisgl_backend.layers.weight_place import Place, collect_places
 from minisgl_backend.models.gated_delta_net import GatedDeltaNet
 from minisgl_backend.models.mamba import MambaMixer
+from minisgl_backend.models.short_conv import ShortConv
 from minisgl_backend.models.token_mixing import SelfAttention, StepContext
 
-RecurrentMixer: TypeAlias = GatedDeltaNet | MambaMixer
+RecurrentMixer: TypeAlias = GatedDeltaNet | MambaMixer | ShortConv
 """Token mixing that keeps a state of each row (``LayerStates``)."""
 
 

@@ -241,7 +241,49 @@ class MambaSpec:
         )
 
 
-RecurrentSpec: TypeAlias = DeltaSpec | MambaSpec
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvSpec:
+    """The layers whose tokens mix by a short convolution alone (LFM2); ``layers`` are those that
+    mix tokens in this way. ``bias``: the convolution and the projections have biases.
+    """
+
+    num_channels: int
+    conv_width: int
+    layers: frozenset[int]
+    bias: bool = False
+
+    @property
+    def matrices(self) -> tuple[int, int, int]:
+        """A row's state is only the convolution's."""
+        return 0, 0, 0
+
+    @property
+    def updates(self) -> tuple[int, int, int, int]:
+        """As in the other specs: tokens add nothing to matrices."""
+        return 0, 0, 0, 0
+
+    @property
+    def state_dtype(self) -> str:
+        """As in the other specs: of the matrices, which have no numbers here."""
+        return "float32"
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows of hidden_size numbers in a layer's projections."""
+        return 4 * self.num_channels
+
+    def of_rank(self, num_ranks: int) -> ConvSpec:
+        """The channels of one of ``num_ranks`` ranks; raises ``ConfigError`` if they do not
+        split."""
+        if self.num_channels % num_ranks:
+            raise ConfigError(
+                f"{self.num_channels} channels of short convolutions cannot be split evenly over "
+                f"{num_ranks} tensor-parallel ranks"
+            )
+        return replace(self, num_channels=self.num_channels // num_ranks)
+
+
+RecurrentSpec: TypeAlias = DeltaSpec | MambaSpec | ConvSpec
 """The layers that keep a state of a fixed size for each row."""
 
 
@@ -320,16 +362,21 @@ class ModelSpec:
     separately, without weights, in layers that rotate. ``query_growth``: queries grow with their
     position. ``norms``: whether a layer's parts normalize their inputs, or their outputs before
     they are added to the residual stream, or both; ``norm_offset`` is added to the weights of all
-    norms. ``gate``: that of feed-forward blocks other than experts; None: they have no gates, but
-    the square of ReLU. ``attention_scale`` multiplies the scores, by default head_dim to the power
-    of -1/2. ``embedding_scale`` multiplies the embeddings, ``branch_scale`` what each part of a
-    layer adds to the residual stream, and ``logit_scale`` the logits. ``gated_attention``:
-    attention's output is multiplied by a gate computed from its input; with ``gates_apart`` by a
-    projection of its own, otherwise by that of the queries. ``sinks``: the softmax of each head has
-    one more score, which is learned. ``recurrent`` describes the layers that mix tokens without
-    attention or, with ``parallel_mixers``, by both: the layer adds what attention and the other
-    make of the same input. With ``single_parts`` each layer is only token mixing, or only a
-    feed-forward block, with one norm; there is one entry per layer.
+    norms. With ``centered_norms`` norms of the residual stream first subtract the mean: they are
+    LayerNorms without biases; only with ``parallel_parts``, by which both parts of a layer read the
+    same norm of its input, and both are added to it; then ``norms`` are those of inputs, and each
+    layer has attention. ``gate``: that of feed-forward blocks other than experts; None: they have
+    no gates, but the square of ReLU. ``attention_scale`` multiplies the scores, by default head_dim
+    to the power of -1/2; ``score_cap`` then bounds them as ``logit_cap`` bounds logits.
+    ``embedding_scale`` multiplies the embeddings, ``branch_scale`` what each part of a layer adds
+    to the residual stream, and ``logit_scale`` the logits. ``gated_attention``: attention's output
+    is multiplied by a gate computed from its input; with ``gates_apart`` by a projection of its
+    own, otherwise by that of the queries. With ``head_gates``, which are apart, the gate of a head
+    is one number. ``sinks``: the softmax of each head has one more score, which is learned.
+    ``recurrent`` describes the layers that mix tokens without attention or, with
+    ``parallel_mixers``, by both: the layer adds what attention and the other make of the same
+    input. With ``single_parts`` each layer is only token mixing, or only a feed-forward block, with
+    one norm; there is one entry per layer.
 
     ``kv_heads`` has one entry per layer, unless all layers have ``num_kv_heads`` heads of size
     ``head_dim``; so has ``intermediate_sizes``, unless all feed-forward blocks have the same width.
@@ -365,14 +412,18 @@ class ModelSpec:
     query_growth: QueryGrowth | None = None
     norms: Literal["before", "after", "around"] = "before"
     norm_offset: float = 0.0
+    centered_norms: bool = False
+    parallel_parts: bool = False
     gate: Gate | None = "silu"
     ropes: tuple[RopeSpec | None, ...] = ()
     attention_scale: float | None = None
+    score_cap: float = 0.0
     embedding_scale: float = 1.0
     branch_scale: float = 1.0
     logit_scale: float = 1.0
     gated_attention: bool = False
     gates_apart: bool = False
+    head_gates: bool = False
     sinks: bool = False
     recurrent: RecurrentSpec | None = None
     parallel_mixers: bool = False
@@ -464,6 +515,11 @@ class ModelSpec:
             return self.kv_heads[layer]
         return KVHeads(self.num_kv_heads, self.head_dim)
 
+    def num_gates(self, layer: int) -> int:
+        """The number of a token's gates of a layer's attention."""
+        of_head = 1 if self.head_gates else self.kv_heads_of(layer).head_dim
+        return self.num_heads * of_head if self.gated_attention else 0
+
     def rotary_head_dim(self, layer: int) -> int:
         """The size of what a layer's ``rope_of`` rotates."""
         return self.kv_heads_of(layer).head_dim if self.latent is None else self.latent.rope_dim
@@ -500,11 +556,11 @@ class ModelSpec:
             if self.latent is not None:
                 mixers += self.latent.num_parameters(self.num_heads, self.hidden_size)
                 continue
-            # queries and their gates, outputs; keys, values
-            own, heads = self.kv_heads_of(layer), (2 + self.gated_attention) * self.num_heads
+            # queries, outputs; keys, values
+            own, heads = self.kv_heads_of(layer), 2 * self.num_heads
             if self.kv_source(layer) == layer:
                 heads += (1 if layer in self.keys_are_values else 2) * own.num_kv_heads
-            mixers += heads * own.head_dim * self.hidden_size
+            mixers += (heads * own.head_dim + self.num_gates(layer)) * self.hidden_size
         if (recurrent := self.recurrent) is not None:
             mixers += len(recurrent.layers) * recurrent.num_rows * self.hidden_size
         with_experts, experts = frozenset[int](), 0
@@ -545,9 +601,11 @@ class ModelSpec:
             num_kv_heads=max(1, common.num_kv_heads // ranks),
             head_dim=common.head_dim,
             scale=self.attention_scale or common.head_dim**-0.5,
+            cap=self.score_cap,
             windows=tuple(self.windows[layer] for layer in self.attention_layers),
             sections=self.sections,
             sinks=self.sinks,
+            one_pool=self.recurrent is not None,  # snapshots do not keep window pages
             by_layer=by_layer if len(set(by_layer)) > 1 else (),
             latent_dim=None if self.latent is None else self.latent.latent_dim,
             expanded=None if self.latent is None else self.latent.expanded,

@@ -110,6 +110,7 @@ class SelfAttention(nn.Module):
         queries = even_share(spec.num_heads * head_dim, group, "the attention heads' outputs")
         keys = kv_head_share(of_layer.num_kv_heads, head_dim, group)
         self.gates_apart = spec.gated_attention and spec.gates_apart
+        self._gate_dim = 1 if spec.head_gates else head_dim
         self.is_gated = spec.gated_attention and not spec.gates_apart
         self.has_own_kv, self.keys_are_values = source == layer, layer in spec.keys_are_values
         self.value_norm = spec.value_norm
@@ -206,6 +207,11 @@ class SelfAttention(nn.Module):
         output: Tensor = self.o_proj(attended, pdl=step.pdl, adapted=step.adapted)
         return output
 
+    def part(self, x: Normed, step: StepContext) -> Tensor:
+        """This rank's part of ``output``, to be summed over the ranks by the caller."""
+        attended = Normed(self._attended(x, step))
+        return self.o_proj.part(attended, pdl=step.pdl, adapted=step.adapted)
+
     def _attended(self, x: Normed, step: StepContext) -> Tensor:
         """[num_tokens, num_heads * head_dim]"""
         q, gate = self._queries(x, step)  # [num_tokens, num_heads, head_dim]
@@ -247,8 +253,10 @@ class SelfAttention(nn.Module):
             return q, None
         gate: Tensor | None = None
         if self.gates_apart:
-            qkv, gates = qkv.tensor_split([qkv.shape[1] - self.num_heads * self.head_dim], dim=1)
-            gate = gates.view(len(qkv), self.num_heads, self.head_dim)
+            qkv, gates = qkv.tensor_split([qkv.shape[1] - self.num_heads * self._gate_dim], dim=1)
+            gate = gates.view(len(qkv), self.num_heads, self._gate_dim)
+            if self._gate_dim == 1:
+                gate = gate.repeat(1, 1, self.head_dim)
         elif self.is_gated:
             gate = gates_of(qkv, self.num_heads, self.head_dim)
         if isinstance(norm, TokenNorm):
@@ -281,5 +289,6 @@ def _projections(spec: ModelSpec, layer: int, queries: Share, keys: Share) -> di
             parts["v_proj"] = keys
     if spec.gated_attention and spec.gates_apart:
         assert "k_proj" in parts
-        parts["gate_proj"] = queries
+        of_gate = spec.kv_heads_of(layer).head_dim if spec.head_gates else 1
+        parts["gate_proj"] = Share(*(n // of_gate for n in astuple(queries)))
     return parts

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from minisgl_backend.cli.main import main
 from minisgl_backend.models.decoder import Decoder
+from minisgl_backend.models.spec import ConvSpec
 from minisgl_backend.plan import WHOLE_EVERY
 from minisgl_bench.step_bytes import bytes_of_decode
 from tests.conformance.checkpoints import CONTEXT, write_checkpoint
@@ -88,6 +89,16 @@ def test_recurrent_states_are_read_and_now_and_then_written(case: str, tmp_path:
         row = bytes_of_decode(model, 2, 7) - bytes_of_decode(model, 1, 7)
         pages = 7 * sum(of_position(model, layer) for layer in model.spec.attention_layers)
         assert row == len(shape.layers) * (state + state // WHOLE_EVERY) + pages
+
+
+def test_inputs_of_short_convolutions_are_read_and_written(tmp_path: Path) -> None:
+    with bound("lfm2", tmp_path) as (model, _):
+        shape = model.spec.recurrent
+        assert isinstance(shape, ConvSpec)
+        state = shape.num_channels * (shape.conv_width - 1)
+        row = bytes_of_decode(model, 2, 7) - bytes_of_decode(model, 1, 7)
+        pages = 7 * of_position(model, model.spec.attention_layers[0])
+        assert row == len(shape.layers) * 2 * state * FLOAT + pages
 
 
 def test_the_benchmark_shows_the_time_at_a_rate(tmp_path: Path) -> None:

@@ -335,7 +335,7 @@ def _youtu(**changes: Any) -> PreTrainedModel:
 def _corrected(model: PreTrainedModel) -> PreTrainedModel:
     """The model with corrections in its routers that change which experts are chosen."""
     for name, buffer in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
+        if name.endswith(("e_score_correction_bias", "expert_bias")):
             buffer.copy_(torch.linspace(-0.4, 0.4, len(buffer)))
     return model
 
@@ -822,9 +822,20 @@ def class_of(architecture: str) -> Any:
         return type(architecture, (ExaoneMoeForCausalLM,), {})
     if architecture == "KimiK25ForConditionalGeneration":
         return type(architecture, (_newer("Kimi_K25ForConditionalGeneration"),), {})
+    if "Omni" in architecture:
+        whole = _newer(architecture)
+        return type(architecture, (whole,), {"forward": _think, "generate": _answer})
     if config := _AS_LLAMA.get(architecture):
         return type(architecture, (LlamaForCausalLM,), {"config_class": _newer(config)})
     return _newer(architecture)
+
+
+def _think(self: Any, *args: Any, **options: Any) -> Any:
+    return self.thinker(*args, **options)
+
+
+def _answer(self: Any, *args: Any, **options: Any) -> Any:
+    return self.thinker.generate(*args, **options)
 
 
 def _newer(name: str) -> Any:
@@ -895,6 +906,100 @@ def _afmoe(**changes: Any) -> PreTrainedModel:
     experts = {"moe_intermediate_size": 48, "num_experts": 8, "num_experts_per_tok": 3}
     sizes = {"head_dim": 32, "num_hidden_layers": 4, "sliding_window": 20}
     return AfmoeForCausalLM(AfmoeConfig(**{**_SHAPE, **experts, **sizes, **changes}))
+
+
+def _cohere(**changes: Any) -> PreTrainedModel:
+    config = _newer("CohereConfig")(**{**_SHAPE, "logit_scale": 1.5, **changes})
+    return cast(PreTrainedModel, _newer("CohereForCausalLM")(config))
+
+
+def _cohere2(**changes: Any) -> PreTrainedModel:
+    sizes = {"num_hidden_layers": 4, "sliding_window": 20, "logit_scale": 1.5}
+    config = _newer("Cohere2Config")(**{**_SHAPE, **sizes, **changes})
+    return cast(PreTrainedModel, _newer("Cohere2ForCausalLM")(config))
+
+
+def _arcee(**changes: Any) -> PreTrainedModel:
+    config = _newer("ArceeConfig")(**{**_SHAPE, "head_dim": 32, **changes})
+    return cast(PreTrainedModel, _newer("ArceeForCausalLM")(config))
+
+
+def _gemma(**changes: Any) -> PreTrainedModel:
+    config = _newer("GemmaConfig")(**{**_SHAPE, "head_dim": 32, **changes})
+    return cast(PreTrainedModel, _newer("GemmaForCausalLM")(config))
+
+
+def _gemma2(**changes: Any) -> PreTrainedModel:
+    """Scores are well beyond their bound."""
+    sizes = {"num_hidden_layers": 3, "head_dim": 32, "sliding_window": 20}
+    bounds = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 20.0}
+    values = {**_SHAPE, **sizes, **bounds, "query_pre_attn_scalar": 24, **changes}
+    config = _newer("Gemma2Config")(**values, attn_implementation="eager")
+    return cast(PreTrainedModel, _newer("Gemma2ForCausalLM")(config))
+
+
+_SHORT_CONVS: Final = MappingProxyType(
+    {
+        "num_hidden_layers": 4,
+        "layer_types": ["conv", "full_attention", "conv", "conv"],
+        "block_multiple_of": 32,
+    }
+)
+
+
+def _lfm2(**changes: Any) -> PreTrainedModel:
+    config = _newer("Lfm2Config")(**{**_SHAPE, **_SHORT_CONVS, **changes})
+    return cast(PreTrainedModel, _newer("Lfm2ForCausalLM")(config))
+
+
+def _lfm2_moe(**changes: Any) -> PreTrainedModel:
+    experts = {"moe_intermediate_size": 48, "num_experts": 8, "num_experts_per_tok": 3}
+    values = {**_SHAPE, **_SHORT_CONVS, **experts, "num_dense_layers": 1, **changes}
+    return _corrected(_newer("Lfm2MoeForCausalLM")(_newer("Lfm2MoeConfig")(**values)))
+
+
+def _lfm3(**changes: Any) -> PreTrainedModel:
+    kinds = ["conv", "sliding_attention", "full_attention", "conv"]
+    sizes = {"num_hidden_layers": 4, "head_dim": 32, "sliding_window": 20, "layer_types": kinds}
+    config = _newer("Lfm3Config")(**{**_SHAPE, **sizes, **changes})
+    return cast(PreTrainedModel, _newer("Lfm3ForCausalLM")(config))
+
+
+_EYE: Final = MappingProxyType(
+    {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 14,
+    }
+)
+"""Of a vision part."""
+
+
+def _seeing(name: str, kind: str, **text: Any) -> PreTrainedModel:
+    """A model that sees, around a decoder of ``kind``."""
+    config = _newer(f"{name}Config")(
+        text_config={**_SHAPE, "model_type": kind, **text},
+        vision_config=dict(_EYE),
+        tie_word_embeddings=False,
+    )
+    return cast(PreTrainedModel, _newer(f"{name}ForConditionalGeneration")(config))
+
+
+def _omni(name: str, **text: Any) -> Any:
+    """A model that sees and hears, without what would speak."""
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2}
+    audio = {"d_model": 32, "encoder_layers": 1, "encoder_attention_heads": 2}
+    thinker = {
+        "text_config": {**_text_of_vl(), **text},
+        "vision_config": {**vision, "out_hidden_size": 64},
+        "audio_config": {**audio, "encoder_ffn_dim": 48, "output_dim": 64},
+        "vision_start_token_id": VOCAB_SIZE,  # in no prompt
+    }
+    model = class_of(f"{name}ForConditionalGeneration")
+    return model(model.config_class(thinker_config=thinker, enable_audio_output=False))
 
 
 CASES: Final[Mapping[str, Callable[[], PreTrainedModel]]] = MappingProxyType(
@@ -1231,6 +1336,71 @@ CASES: Final[Mapping[str, Callable[[], PreTrainedModel]]] = MappingProxyType(
         "glm4v": _glm4v,
         "glm4v-moe": _glm4v_moe,
         "glm46v": _glm46v,
+        "internvl": lambda: _seeing("InternVL", "qwen3", head_dim=32),
+        "llava": lambda: _seeing("Llava", "llama"),
+        "llava-next": lambda: _seeing("LlavaNext", "mistral", sliding_window=None),
+        "llava-onevision": lambda: _seeing("LlavaOnevision", "qwen2", tie_word_embeddings=True),
+        "idefics3": lambda: _seeing("Idefics3", "llama"),
+        "smolvlm": lambda: _seeing("SmolVLM", "llama", rope_parameters=dict(_LLAMA3)),
+        "qwen2.5-omni": lambda: _omni("Qwen2_5Omni"),
+        "qwen3-omni": lambda: _omni(
+            "Qwen3OmniMoe", moe_intermediate_size=48, num_experts=8, num_experts_per_tok=3
+        ),
+        "lfm2": _lfm2,
+        "lfm2-biases": lambda: _lfm2(
+            conv_bias=True,
+            conv_L_cache=2,
+            block_auto_adjust_ff_dim=False,
+            layer_types=["full_attention", *["conv"] * 3],
+            tie_word_embeddings=False,
+        ),
+        "lfm2-moe": _lfm2_moe,
+        "lfm2-moe-uncorrected": lambda: _lfm2_moe(
+            use_expert_bias=False,
+            norm_topk_prob=False,
+            routed_scaling_factor=2.5,
+            conv_bias=True,
+            tie_word_embeddings=False,
+        ),
+        "lfm2-vl": lambda: _seeing("Lfm2Vl", "lfm2", **_SHORT_CONVS),
+        "cohere": _cohere,
+        "cohere-biases": lambda: _cohere(
+            attention_bias=True, logit_scale=0.25, tie_word_embeddings=False
+        ),
+        "cohere2": _cohere2,
+        "cohere2-listed": lambda: _cohere2(
+            layer_types=["full_attention", *["sliding_attention"] * 3],
+            attention_bias=True,
+            num_key_value_heads=4,
+            tie_word_embeddings=False,
+        ),
+        "aya-vision": lambda: _seeing("AyaVision", "cohere", logit_scale=0.2),
+        "cohere2-vision": lambda: _seeing("Cohere2Vision", "cohere2", sliding_window=20),
+        "arcee": lambda: _arcee(rope_parameters=dict(_YARN)),
+        "arcee-biases": lambda: _arcee(
+            attention_bias=True, mlp_bias=True, tie_word_embeddings=True
+        ),
+        "gemma": _gemma,
+        "gemma-biases": lambda: _gemma(
+            attention_bias=True, num_key_value_heads=1, tie_word_embeddings=False
+        ),
+        "gemma2": _gemma2,
+        "gemma2-listed": lambda: _gemma2(
+            layer_types=["full_attention", "sliding_attention", "full_attention"],
+            attn_logit_softcapping=None,
+            final_logit_softcapping=None,
+            attention_bias=True,
+            num_key_value_heads=4,
+            tie_word_embeddings=False,
+        ),
+        "lfm3": _lfm3,
+        "lfm3-biases": lambda: _lfm3(
+            use_attention_gate=False,
+            attention_bias=True,
+            conv_bias=True,
+            conv_L_cache=3,
+            tie_word_embeddings=False,
+        ),
     }
 )
 
@@ -1238,6 +1408,7 @@ CASES: Final[Mapping[str, Callable[[], PreTrainedModel]]] = MappingProxyType(
 _SEEDS: Final = MappingProxyType(
     {"dots1": 1001, "glm4-moe-groups": 1002, "gpt-oss": 1004, "granite-moe": 1001}
     | {"minimax-m2": 1001, "deepseek-v3-queries": 1001, "glm4-moe-lite": 1001, "mistral4": 1001}
+    | {"cohere2": 1005}
 )
 """Seeds of checkpoints that nearly tie with the seed that their place in ``CASES`` gives."""
 
@@ -1374,6 +1545,14 @@ def write_broad_mamba_checkpoint(folder: Path, *, granite: bool = False) -> Any:
         mamba = {"mamba_num_heads": 16, "mamba_head_dim": 80, "ssm_state_size": 128}
         model = _nemotron_h(**attention, **mamba, head_dim=64, intermediate_size=512)
     draw(model, seed=95, spread=0.06)
+    return _saved(model, folder)
+
+
+def write_broad_conv_checkpoint(folder: Path) -> Any:
+    """An LFM2 in sizes that Hopper's kernels take."""
+    sizes = {"hidden_size": 512, "intermediate_size": 768, "num_key_value_heads": 4}
+    model: Any = _lfm2(**sizes, num_attention_heads=8)
+    draw(model, seed=94, spread=0.06)
     return _saved(model, folder)
 
 

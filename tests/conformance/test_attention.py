@@ -79,6 +79,7 @@ class World:
         windows: tuple[int | None, ...] = (None,),
         dtype: torch.dtype = torch.float32,
         sinks: bool = False,
+        cap: float = 0.0,
         sections: bool = False,
         latent_dim: int | None = None,
     ):
@@ -87,6 +88,7 @@ class World:
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             scale=head_dim**-0.5,
+            cap=cap,
             windows=windows,
             sections=sections,
             sinks=sinks,
@@ -230,6 +232,8 @@ class World:
         keys = sequence.keys[: span.stop].double().repeat_interleave(group, dim=1)
         values = sequence.values[: span.stop].double().repeat_interleave(group, dim=1)
         products = torch.einsum("qhd,khd->hqk", q.double(), keys) * self.shape.scale
+        if cap := self.shape.cap:
+            products = cap * (products / cap).tanh()
         query = torch.arange(span.start, span.stop).unsqueeze(1)
         key = torch.arange(span.stop).unsqueeze(0)
         hidden = key > query
@@ -356,6 +360,16 @@ def test_sinks(backend: str, dtype: torch.dtype, num_heads: int, num_kv_heads: i
     world.step([(long, 1), (short, 1)])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_bounded_scores(backend: str, dtype: torch.dtype, sinks: bool) -> None:
+    world = World(backend, windows=(None, 20), dtype=dtype, cap=0.7, sinks=sinks)
+    long, short = world.add(120), world.add(30)
+    world.step([(long, 50), (short, 10)])
+    world.step([(long, 60), (short, 1)])
+    world.step([(long, 1), (short, 1)])
+
+
 def test_a_long_prompt_at_once(backend: str) -> None:
     world = World(backend, num_heads=4, num_kv_heads=1, head_dim=64)
     index = world.add(2000)
@@ -416,6 +430,12 @@ def test_shared_pages_behind_a_window(backend: str, pattern: str, window: int) -
 @pytest.mark.usefixtures("together")
 def test_shared_pages_beside_sinks(backend: str, pattern: str) -> None:
     attend_together(World(backend, windows=(None, 40), sinks=True), pattern)
+
+
+@every_pattern
+@pytest.mark.usefixtures("together")
+def test_shared_pages_and_bounded_scores(backend: str, pattern: str) -> None:
+    attend_together(World(backend, windows=(None, 40), cap=0.7), pattern)
 
 
 @pytest.mark.usefixtures("together")

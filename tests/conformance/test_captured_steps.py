@@ -104,6 +104,8 @@ def _tensors(output: object) -> list[Tensor]:
         ("qwen3.5-experts", False),
         ("nemotron-h", True),
         ("granite-hybrid-dense", False),
+        ("lfm2", True),
+        ("cohere2", True),
         ("llama4", True),
     ],
 )

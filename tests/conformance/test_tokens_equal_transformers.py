@@ -148,7 +148,7 @@ def test_turns_go_on_from_answers(page_size: int, overlap: bool, tmp_path: Path)
     """Conversations run side by side. With recurrent layers, at least nine tenths as much is cached
     as with attention alone; tokens are those without a cache."""
     cached = {}
-    for case in ("qwen3", "qwen3.5", "qwen3-next", "nemotron-h"):
+    for case in ("qwen3", "qwen3.5", "qwen3-next", "nemotron-h", "lfm2"):
         folder = tmp_path / case
         folder.mkdir()
         theirs = write_checkpoint(case, folder)
@@ -161,6 +161,7 @@ def test_turns_go_on_from_answers(page_size: int, overlap: bool, tmp_path: Path)
     assert cached["qwen3.5"] >= 0.9 * cached["qwen3"]
     assert cached["qwen3-next"] >= 0.9 * cached["qwen3"]
     assert cached["nemotron-h"] >= 0.9 * cached["qwen3"]
+    assert cached["lfm2"] >= 0.9 * cached["qwen3"]
 
 
 def hold_conversations(engine: TinyEngine, theirs: Any) -> int:

@@ -42,6 +42,7 @@ class Case:
     window: int | None = None
     fp8: bool = False
     sinks: bool = False
+    cap: float = 0.0
     sections: bool = False
     latent_dim: int | None = None
 
@@ -49,6 +50,7 @@ class Case:
         words = [f"page{self.page_size}", f"group{self.group}", f"dim{self.head_dim}"]
         words += [f"window{self.window}"] * (self.window is not None)
         words += ["fp8"] * self.fp8 + ["sinks"] * self.sinks + ["sections"] * self.sections
+        words += ["capped"] * (self.cap != 0)
         words += [f"latent{self.latent_dim}"] * (self.latent_dim is not None)
         return "-".join(words)
 
@@ -64,6 +66,7 @@ class Case:
             num_kv_heads=self.num_heads // self.group,
             head_dim=self.head_dim,
             scale=self.head_dim**-0.5,
+            cap=self.cap,
             windows=(self.window,),
             sections=self.sections,
             sinks=self.sinks,
@@ -160,6 +163,11 @@ class Paged:
             keys, values = (F.pad(x, (0, 0, 0, 0, 1, 0)) for x in (keys, values))
             of_sinks = sinks.float()[:, None, None].expand(-1, len(q), 1)
             mask = torch.cat([of_sinks, mask.expand(len(sinks), -1, -1)], dim=2)
+        if cap := shape.cap:
+            heads = q.float().unflatten(1, (shape.num_kv_heads, -1))
+            scores = torch.einsum("thgd,nhd->hgtn", heads, keys) * shape.scale
+            weights = (cap * (scores / cap).tanh() + mask).softmax(dim=-1)
+            return torch.einsum("hgtn,nhd->thgd", weights, values).flatten(1, 2).to(q.dtype)
         out = F.scaled_dot_product_attention(
             q.float().transpose(0, 1),
             keys.transpose(0, 1),

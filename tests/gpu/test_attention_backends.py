@@ -79,6 +79,11 @@ FP8_LATENTS = [
     Case(16, 20, 576, fp8=True, latent_dim=512),
     Case(64, 64, 576, fp8=True, latent_dim=512),
 ]
+CAPPED = [
+    Case(16, 2, 256, cap=0.7),
+    Case(16, 2, 256, window=50, cap=0.7),
+    Case(64, 8, 128, fp8=True, cap=0.7),
+]
 FP8_SINKS = [Case(16, 8, 64, window=50, fp8=True, sinks=True)]
 
 IN_TILES = [
@@ -89,12 +94,12 @@ BACKENDS = {
     "cuda": [*IN_TILES, *WIDE],
     "triton": [
         *[*WHOLE, *UNEVEN, *ODD, *FP8, *ODD_FP8, *SINKS, *SECTIONS, *FP8_SINKS],
-        *[*LATENTS, *FP8_LATENTS],
+        *[*LATENTS, *FP8_LATENTS, *CAPPED],
     ],
     "fa": [*WHOLE, *SINKS, *SECTIONS, *LATENTS[:4]],
     "fi": [*FEWER, *FP8, *SINKS, *SECTIONS, *FP8_SINKS],
     "trtllm": [*FEWEST, *FEWEST_FP8, *SINKS, *SECTIONS],
-    "sdpa": [*WHOLE, *UNEVEN, *FP8, *SINKS, *SECTIONS, *FP8_SINKS, *LATENTS, *FP8_LATENTS],
+    "sdpa": [*WHOLE, *UNEVEN, *FP8, *SINKS, *SECTIONS, *FP8_SINKS, *LATENTS, *FP8_LATENTS, *CAPPED],
     "fa,triton": FEWEST,
     "fa,fi": FEWEST,
     "invariant": [*FEWER, *UNEVEN, *FP8],

@@ -117,6 +117,11 @@ OTHERS = [
     "glm4-moe-lite",
     "mistral4",
     "youtu",
+    "arcee-biases",
+    "cohere-biases",
+    "cohere2",
+    "gemma",
+    "gemma2",
 ]
 """Cases with parts that no case above has."""
 _HAVE_EXPERTS = re.compile(

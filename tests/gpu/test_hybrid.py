@@ -18,6 +18,7 @@ from minisgl_bench.engines import submitted
 from tests.conformance.checkpoints import (
     CONTEXT,
     VOCAB_SIZE,
+    write_broad_conv_checkpoint,
     write_broad_hybrid_checkpoint,
     write_broad_mamba_checkpoint,
     write_checkpoint,
@@ -33,11 +34,11 @@ DENSE = [
     *("qwen3.5", "qwen3.5-tied", "qwen3.5-multimodal"),
     # not granite-hybrid-dense: older versions of transformers normalize its groups together
     *("nemotron-h", "nemotron-h-biases", "bamba"),
-    *("falcon-h1", "falcon-h1-norm"),
+    *("falcon-h1", "falcon-h1-norm", "lfm2", "lfm2-biases", "lfm3"),
 ]
 EXPERTS = [
     *("qwen3.5-experts", "qwen3.5-experts-multimodal", "qwen3-next", "qwen3-next-sparse"),
-    *("nemotron-h-experts", "nemotron-h-latent", "granite-hybrid"),
+    *("nemotron-h-experts", "nemotron-h-latent", "granite-hybrid", "lfm2-moe"),
 ]
 
 
@@ -45,6 +46,8 @@ def written(case: str, folder: Path) -> Any:
     """The checkpoint of ``case``, or one in the sizes of publishers' heads."""
     if case in ("broad-nemotron", "broad-granite"):
         return write_broad_mamba_checkpoint(folder, granite=case == "broad-granite")
+    if case == "broad-lfm2":
+        return write_broad_conv_checkpoint(folder)
     if case.startswith("broad"):
         return write_broad_hybrid_checkpoint(folder, experts=case == "broad-experts")
     return write_checkpoint(case, folder)
@@ -81,6 +84,8 @@ def test_tokens_in_fp32(case: str, prompts: list[IntArray], tmp_path: Path) -> N
         ("broad-nemotron", {**BROAD, "cache": "naive", "state_dtype": "bfloat16"}),
         ("broad-granite", BROAD),
         ("broad-granite", {**BROAD, "state_dtype": "float16"}),
+        ("broad-lfm2", {}),
+        ("broad-lfm2", {"cache": "naive"}),
     ],
 )
 def test_tokens_in_bf16(
@@ -136,6 +141,8 @@ def check_tokens_in_bf16(
         ("broad-nemotron", 8, "float16"),
         ("broad-granite", 1, None),
         ("broad-granite", 8, None),
+        ("broad-lfm2", 1, None),
+        ("broad-lfm2", 8, None),
     ],
 )
 def test_graphs_give_what_launches_give(

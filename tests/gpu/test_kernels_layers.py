@@ -22,24 +22,32 @@ from tests.gpu.compare import assert_close
 
 @pytest.mark.parametrize("size", [96, 1024, 5120])
 @pytest.mark.parametrize("num_tokens", [1, 5])
-def test_rms_norm(device: torch.device, dtype: torch.dtype, num_tokens: int, size: int) -> None:
-    x = torch.randn(num_tokens, size, device=device).to(dtype)
+@pytest.mark.parametrize("centered", [False, True])
+def test_rms_norm(
+    device: torch.device, dtype: torch.dtype, num_tokens: int, size: int, centered: bool
+) -> None:
+    x = (torch.randn(num_tokens, size, device=device) + 3).to(dtype)
     weight = torch.randn(size, device=device).to(dtype)
-    expected = rms_norm.rms_norm_reference(x, weight, 1e-6)
-    assert_close(rms_norm.rms_norm(x, weight, 1e-6), expected)
+    expected = rms_norm.rms_norm_reference(x, weight, 1e-6, centered=centered)
+    assert_close(rms_norm.rms_norm(x, weight, 1e-6, centered=centered), expected)
     wide = torch.cat([x, x], dim=1)
-    rms_norm.rms_norm(wide[:, size:], weight, 1e-6, out=wide[:, size:])
+    rms_norm.rms_norm(wide[:, size:], weight, 1e-6, centered=centered, out=wide[:, size:])
     assert_close(wide, torch.cat([x, expected], dim=1))
 
 
 @pytest.mark.parametrize("size", [96, 1024, 5120])
-def test_fused_add_rms_norm(device: torch.device, dtype: torch.dtype, size: int) -> None:
+@pytest.mark.parametrize("centered", [False, True])
+def test_fused_add_rms_norm(
+    device: torch.device, dtype: torch.dtype, size: int, centered: bool
+) -> None:
     x = torch.randn(3, size, device=device).to(dtype)
     residual = torch.randn(3, size, device=device).to(dtype)
     weight = torch.randn(size, device=device).to(dtype)
     expected_residual = residual.clone()
-    expected = rms_norm.fused_add_rms_norm_reference(x, expected_residual, weight, 1e-6)
-    actual = rms_norm.fused_add_rms_norm(x, residual, weight, 1e-6)
+    expected = rms_norm.fused_add_rms_norm_reference(
+        x, expected_residual, weight, 1e-6, centered=centered
+    )
+    actual = rms_norm.fused_add_rms_norm(x, residual, weight, 1e-6, centered=centered)
     assert torch.equal(residual, expected_residual)
     assert_close(actual, expected)
 

@@ -20,6 +20,7 @@ from minisgl_backend.models.gated_delta_net import GatedDeltaNet
 from minisgl_backend.models.latent_attention import LatentAttention
 from minisgl_backend.models.mamba import MambaMixer
 from minisgl_backend.models.parallel_mixer import ParallelMixer
+from minisgl_backend.models.short_conv import ShortConv
 from minisgl_backend.models.token_mixing import SelfAttention, TokenMixer
 from minisgl_backend.plan import WHOLE_EVERY
 
@@ -52,6 +53,8 @@ def _bytes_of_row(mixer: TokenMixer | None, num_seen: int) -> int:
     if isinstance(mixer, ParallelMixer):
         both = mixer.attention, mixer.recurrent
         return sum(_bytes_of_row(each, num_seen) for each in both)
+    if isinstance(mixer, ShortConv):
+        return 2 * mixer.states.conv[0].nbytes
     if isinstance(mixer, (GatedDeltaNet, MambaMixer)):
         num_bytes = mixer.states.conv[0].nbytes + mixer.states.matrices[0].nbytes
         return num_bytes + num_bytes // WHOLE_EVERY

@@ -39,6 +39,7 @@ def _conv_blocks(
     CHANNELS: tl.constexpr,
     WIDTH: tl.constexpr,
     BIAS: tl.constexpr,
+    SILU: tl.constexpr,
     TOKENS: tl.constexpr,  # of a program
     PART: tl.constexpr,  # channels of a program
 ):
@@ -76,7 +77,8 @@ def _conv_blocks(
             total += inputs[token + tap].to(tl.float32) * weights[tap]
         t = (start + token).to(tl.int64)
         to = out_ptr + t * CHANNELS + c
-        tl.store(to, silu(total).to(out_ptr.dtype.element_ty), mask=mask & (t < end))
+        y = silu(total) if SILU else total
+        tl.store(to, y.to(out_ptr.dtype.element_ty), mask=mask & (t < end))
     if kept >= 0 and tl.program_id(2) == 0:
         kept_ptr = states_ptr + kept * slot_stride + c * (WIDTH - 1)
         for tap in tl.static_range(WIDTH - 1):
@@ -124,6 +126,8 @@ def launch_conv_blocks(
     runs: Tensor,
     weight: Tensor,
     bias: Tensor | None,
+    *,
+    silu: bool,
 ) -> None:
     """See ``minisgl_backend.kernels.causal_conv.causal_conv_runs``."""
     channels, width = weight.shape
@@ -142,6 +146,7 @@ def launch_conv_blocks(
         CHANNELS=channels,
         WIDTH=width,
         BIAS=bias is not None,
+        SILU=silu,
         TOKENS=tokens,
         PART=part,
         num_warps=4,

@@ -9,6 +9,7 @@ from minisgl_backend.kernels.triton_kernels.page_tiles import (
     Pages,
     Partials,
     attend,
+    capped,
     dims_of,
     of_heads,
     scores_of,
@@ -44,6 +45,7 @@ def _decode_attention(
     q_stride,
     table_stride,
     scale_log2,
+    cap_log2,
     PAGE_SIZE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,  # query heads of a KV head
@@ -56,6 +58,7 @@ def _decode_attention(
     FP8: tl.constexpr,
     ROWS: tl.constexpr,
     SINKS: tl.constexpr,
+    CAPPED: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -102,6 +105,7 @@ def _decode_attention(
         seen = at < last
         slots = slots_of(pages, page_ptr, at, seen, PAGE_SIZE)
         scores = scores_of(q, k_head_ptr, slots, seen, scale_log2, HEAD_DIM)
+        scores = capped(scores, cap_log2, CAPPED)
         scores = tl.where(seen[None, :], scores, float("-inf"))
         best, total, acc = attend(
             (best, total, acc), scores, v_head_ptr, slots, seen, q.dtype, HEAD_DIM, HIDES=False
@@ -169,6 +173,7 @@ def launch_decode_attention(
     *,
     rows: Tensor | None,
     scale: float,
+    cap: float,
     window: int | None,
     splits: int,
     pdl: bool,
@@ -209,6 +214,7 @@ def launch_decode_attention(
         q.stride(0),
         page_table.stride(0),
         scale * _LOG2E.value,  # exp2 instead of exp
+        cap * _LOG2E.value,
         **shape,
         BLOCK_GROUP=max(16, triton.next_power_of_2(shape["GROUP"])),
         DIMS=dims_of(head_dim),
@@ -216,6 +222,7 @@ def launch_decode_attention(
         SPLITS=splits,
         ROWS=rows is not None,
         SINKS=kv.sinks is not None,
+        CAPPED=cap != 0,
         STAGES=stages,
         PDL=pdl,
         num_warps=num_warps,

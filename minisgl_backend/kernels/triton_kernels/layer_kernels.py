@@ -29,6 +29,7 @@ def _rms_norm(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     ADD: tl.constexpr,
+    CENTERED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
@@ -44,14 +45,24 @@ def _rms_norm(
         total = (x + residual).to(residual_ptr.dtype.element_ty)
         tl.store(residual_ptr + token * SIZE + i, total, mask=mask)
         x = total.to(tl.float32)
+    if CENTERED:
+        x = tl.where(mask, x - tl.sum(x, axis=0) / SIZE, 0.0)
     y = _under_norm(x, weight, eps, SIZE)
     tl.store(out_ptr + token * out_stride + i, y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def launch_rms_norm(
-    out: Tensor, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, *, pdl: bool
+    out: Tensor,
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    *,
+    centered: bool,
+    pdl: bool,
 ) -> None:
-    """``out`` = norm of ``x``, or of ``residual`` after ``residual += x`` if there is one."""
+    """``out`` = norm of ``x``, or of ``residual`` after ``residual += x`` if there is one;
+    ``centered`` as in ``minisgl_backend.kernels.rms_norm``."""
     num_tokens, size = x.shape
     if num_tokens == 0:
         return
@@ -69,6 +80,7 @@ def launch_rms_norm(
         SIZE=size,
         BLOCK=block,
         ADD=residual is not None,
+        CENTERED=centered,
         PDL=pdl,
         num_warps=min(max(block // 512, 1), 8),
         **launch_options(pdl),

@@ -98,6 +98,16 @@ def scores_of(q, k_head_ptr, slots, held, scale_log2, HEAD_DIM: tl.constexpr):
 
 
 @triton.jit
+def capped(scores, cap_log2, CAPPED: tl.constexpr):
+    """The scores, bounded by ``cap_log2`` as ``minisgl_backend.kernels.activation.soft_cap`` bounds
+    numbers; both are for exp2 in place of exp."""
+    if CAPPED:
+        # tanh(x) = 2 sigmoid(2 x) - 1
+        scores = cap_log2 * (2 * tl.sigmoid(2 * scores / cap_log2) - 1)
+    return scores
+
+
+@triton.jit
 def attend(
     softmax, scores, v_head_ptr, slots, held, dtype, HEAD_DIM: tl.constexpr, HIDES: tl.constexpr
 ):

@@ -11,6 +11,7 @@ from minisgl_backend.kernels.paged_kv import PagedKV
 from minisgl_backend.kernels.triton_kernels.page_tiles import (
     Pages,
     attend,
+    capped,
     dims_of,
     of_heads,
     scores_of,
@@ -70,6 +71,7 @@ def _prefill_attention(
     q_stride,
     table_stride,
     scale_log2,
+    cap_log2,
     PAGE_SIZE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,  # query heads of a KV head
@@ -81,6 +83,7 @@ def _prefill_attention(
     WINDOW: tl.constexpr,
     FP8: tl.constexpr,
     SINKS: tl.constexpr,
+    CAPPED: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     kv_head = tl.program_id(1)
@@ -123,6 +126,7 @@ def _prefill_attention(
         held = at < last
         slots = slots_of(pages, page_ptr, at, held, PAGE_SIZE)
         scores = scores_of(q, k_head_ptr, slots, held, scale_log2, HEAD_DIM)
+        scores = capped(scores, cap_log2, CAPPED)
         seen = at[None, :] <= position[:, None]
         if WINDOW:
             seen &= at[None, :] > position[:, None] - WINDOW
@@ -151,6 +155,7 @@ def launch_prefill_attention(
     ends: Tensor,
     max_length: int,
     scale: float,
+    cap: float,
     window: int | None,
 ) -> None:
     """See ``minisgl_backend.kernels.prefill_attention.prefill_attention``."""
@@ -177,12 +182,14 @@ def launch_prefill_attention(
         q.stride(0),
         page_table.stride(0),
         scale * _LOG2E.value,  # exp2 instead of exp
+        cap * _LOG2E.value,
         **shape,
         BLOCK_GROUP=block_group,
         DIMS=dims_of(head_dim),
         QUERIES=queries,
         BLOCK=32 if is_wide else 64,
         SINKS=kv.sinks is not None,
+        CAPPED=cap != 0,
         STAGES=2,
         num_warps=8 if is_wide or queries * block_group >= 128 else 4,
     )

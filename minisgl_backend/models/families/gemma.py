@@ -1,4 +1,4 @@
-"""Gemma 3 and 4, text."""
+"""Gemma, Gemma 2, and Gemma 3 and 4, text."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.families.fields import (
     ATTENTION_KINDS,
     attention_biases,
+    check_always,
     kinds_by_pattern,
     read_ropes_by_kind,
     set_kinds,
     text_config,
     text_part,
+    windows_by_kind,
 )
 from minisgl_backend.models.spec import (
     MOST_EXPERTS,
@@ -31,6 +33,57 @@ from minisgl_backend.models.spec import (
     MoeSpec,
 )
 from minisgl_backend.models.tensor_names import TensorNames
+
+
+def read_gemma(config: ConfigReader) -> ModelSpec:
+    """``GemmaForCausalLM``, the first Gemma: Llama with gates of GELU, also if config.json calls
+    the exact one."""
+    check_always(config, {"use_bidirectional_attention": False})
+    for key in ("hidden_act", "hidden_activation"):
+        if (given := config.word(key, "gelu")) not in ("gelu", "gelu_pytorch_tanh"):
+            raise config.error(key, "'gelu' or 'gelu_pytorch_tanh'", given)
+    config = config.with_values(hidden_act="silu").with_defaults(
+        head_dim=256,
+        max_position_embeddings=8192,
+        num_key_value_heads=16,
+        tie_word_embeddings=True,
+    )
+    fields = common_fields(config)
+    return ModelSpec(
+        architecture="GemmaForCausalLM",
+        norm_offset=1.0,
+        gate="gelu",
+        embedding_scale=fields["hidden_size"] ** 0.5,
+        **attention_biases(config),
+        **fields,
+    )
+
+
+def read_gemma2(config: ConfigReader) -> ModelSpec:
+    """``Gemma2ForCausalLM``: norms on both sides of attention and feed-forward, windows in every
+    other layer, and bounded scores and logits."""
+    config = _gemma(config.with_defaults(max_position_embeddings=8192), query_pre_attn_scalar=256)
+    fields = common_fields(config.with_values(hidden_act="silu"))  # the other key counts
+    num_layers = fields["num_layers"]
+    kinds = config.layer_kinds(ATTENTION_KINDS, num_layers) or kinds_by_pattern(num_layers, 2)
+    fields["windows"] = windows_by_kind(kinds, config.integer_or_null("sliding_window", 4096))
+    return ModelSpec(
+        architecture="Gemma2ForCausalLM",
+        norms="around",
+        norm_offset=1.0,
+        gate="gelu",
+        attention_scale=config.number("query_pre_attn_scalar") ** -0.5,
+        embedding_scale=fields["hidden_size"] ** 0.5,
+        score_cap=_cap(config, "attn_logit_softcapping", 50.0),
+        logit_cap=_cap(config, "final_logit_softcapping", 30.0),
+        **attention_biases(config),
+        **fields,
+    )
+
+
+def _cap(config: ConfigReader, key: str, default: float) -> float:
+    """A bound of scores or logits; 0 if it is null."""
+    return 0.0 if key in config.nulls else config.number(key, default)
 
 
 def read_gemma3_text(config: ConfigReader) -> ModelSpec:
@@ -141,7 +194,7 @@ def read_gemma4_unified(config: ConfigReader) -> ModelSpec:
 
 
 def _gemma(config: ConfigReader, **defaults: object) -> ConfigReader:
-    """The config with the defaults of Gemma 3 and 4, checked for what neither text part has."""
+    """The config with the defaults of Gemma 2, 3 and 4, checked for what no text part has."""
     if config.values.get("use_bidirectional_attention") not in (None, False, "vision"):
         value = config.values["use_bidirectional_attention"]
         raise ConfigError(f"{config.where}: use_bidirectional_attention {value!r} is not supported")

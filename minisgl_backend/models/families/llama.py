@@ -1,6 +1,9 @@
-"""Llama, and what adds little or nothing to it: InternLM3, IQuest-Coder, Seed-OSS and SmolLM3."""
+"""Llama, and what adds little or nothing to it: Arcee, InternLM3, IQuest-Coder, Seed-OSS and
+SmolLM3."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.models.common_fields import common_fields
@@ -8,6 +11,7 @@ from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.families.fields import (
     ATTENTION_KINDS,
     attention_biases,
+    check_always,
     read_rotating,
     read_window,
     windows_by_kind,
@@ -23,6 +27,14 @@ def read_llama(config: ConfigReader) -> ModelSpec:
         **attention_biases(config),
         **common_fields(config),
     )
+
+
+def read_arcee(config: ConfigReader) -> ModelSpec:
+    """``ArceeForCausalLM``, AFM: Llama with the square of ReLU in place of gates."""
+    check_always(config, {"hidden_act": "relu2"})
+    config = config.with_defaults(rms_norm_eps=1e-5, max_position_embeddings=4096)
+    spec = read_llama(config.with_values(hidden_act="silu"))
+    return replace(spec, architecture="ArceeForCausalLM", gate=None)
 
 
 def read_internlm3(config: ConfigReader) -> ModelSpec:

@@ -160,6 +160,20 @@ def test_few_rows_are_decoded_by_another_backend(num_rows: int, backend: str) ->
     assert chosen == [backend]
 
 
+def test_windows_over_the_pages_of_all_layers() -> None:
+    shape = replace(SETTING.shape, windows=(8, None), one_pool=True).for_context(100)
+    assert not shape.window_pages and len(shape.kinds) == 1
+    assert choice(None, shape=shape).name == "sdpa"
+
+
+@pytest.mark.parametrize("option", ["cuda", "fa", "fi", "trtllm", "fa,triton", "triton,cuda"])
+def test_other_kernels_do_not_bound_scores(option: str) -> None:
+    shape = replace(SETTING.shape, cap=50.0)
+    with pytest.raises(ConfigError, match="has no kernels for the bounded scores of this model"):
+        choice(option, shape=shape, device=ACCELERATOR)
+    assert choice(None, shape=shape, device=ACCELERATOR).name == "triton"
+
+
 def test_latents_have_to_fit_into_a_tile() -> None:
     shape = replace(LATENTS, head_dim=832, latent_dim=768)
     assert choice(None, shape=shape, device=ACCELERATOR).name == "sdpa"

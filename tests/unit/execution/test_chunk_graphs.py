@@ -212,7 +212,7 @@ class Layers:
         for of_layer in [] if self.states is None else self.states.layers:
             for states in (of_layer.conv, of_layer.matrices):
                 found += [states[:MAX_ROWS], states[MAX_ROWS + 1 :]]
-        return found
+        return [tensor for tensor in found if tensor.numel()]
 
     def copy_of_memory(self) -> list[Tensor]:
         return [tensor.clone() for tensor in self.memory]
@@ -233,7 +233,7 @@ def nan_where_unwritten() -> Iterator[None]:
 
 @pytest.mark.parametrize(
     "case",
-    ["llama-biases", "mistral-window", "qwen3-moe", "qwen3.5", "qwen3-next", "nemotron-h"],
+    ["llama-biases", "mistral-window", "qwen3-moe", "qwen3.5", "qwen3-next", "nemotron-h", "lfm2"],
 )
 @pytest.mark.usefixtures("nan_where_unwritten")
 @torch.inference_mode()
@@ -272,7 +272,7 @@ def test_padding_changes_nothing(
         assert hidden.isfinite().all()
 
 
-@pytest.mark.parametrize("case", ["qwen3", "qwen3.5", "nemotron-h", "falcon-h1"])
+@pytest.mark.parametrize("case", ["qwen3", "qwen3.5", "nemotron-h", "falcon-h1", "lfm2"])
 @pytest.mark.usefixtures("nan_where_unwritten")
 @torch.inference_mode()
 def test_steps_of_one_kind(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,6 +51,9 @@ def test_rms_norm_is_torchs() -> None:
     torch.testing.assert_close(
         rms_norm.rms_norm(x, weight, 1e-5), F.rms_norm(x, (40,), weight, 1e-5)
     )
+    torch.testing.assert_close(
+        rms_norm.rms_norm(x, weight, 1e-5, centered=True), F.layer_norm(x, (40,), weight, eps=1e-5)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

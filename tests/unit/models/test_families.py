@@ -15,6 +15,7 @@ from minisgl_backend.experts_spec import ExpertsSpec, RoutingRule, SharedExpert
 from minisgl_backend.gates import ClampedGate
 from minisgl_backend.models.catalog import ARCHITECTURES, parse_spec
 from minisgl_backend.models.spec import (
+    ConvSpec,
     DeltaSpec,
     LatentSpec,
     LayerInputs,
@@ -24,7 +25,10 @@ from minisgl_backend.models.spec import (
 )
 from minisgl_bench.dummy_model import SHAPES
 from tests.unit.models.config_jsons import (
+    AFM_4_5B,
     BAMBA_9B,
+    COMMAND_R7B,
+    COMMAND_R_08_2024,
     DEEPSEEK_V2,
     DEEPSEEK_V3,
     DOTS_LLM1,
@@ -33,10 +37,12 @@ from tests.unit.models.config_jsons import (
     EXAONE_4_5_33B,
     EXAONE_4_32B,
     FALCON_H1_0_5B,
+    GEMMA_2_9B,
     GEMMA_3_1B,
     GEMMA_3_4B,
     GEMMA_4_31B,
     GEMMA_4_E2B,
+    GEMMA_7B,
     GLM_4_1V_9B,
     GLM_4_5_AIR,
     GLM_4_5V,
@@ -55,8 +61,13 @@ from tests.unit.models.config_jsons import (
     INTERNLM3_8B,
     IQUEST_CODER_40B,
     K_EXAONE,
+    LFM2_1_2B,
+    LFM2_8B_A1B,
+    LFM3_1_7B,
     LLAMA_3_1_8B,
     LLAMA_4_SCOUT,
+    LLAVA_1_5_7B,
+    LLAVA_1_6_MISTRAL_7B,
     MELLUM_2,
     MINIMAX_M2,
     MINISTRAL_3_8B,
@@ -73,10 +84,12 @@ from tests.unit.models.config_jsons import (
     PHI_4_MINI,
     QWEN_1_5_MOE,
     QWEN_2_5_7B,
+    QWEN_2_5_OMNI_7B,
     QWEN_2_5_VL_7B,
     QWEN_3_0_6B,
     QWEN_3_5_MOE,
     QWEN_3_30B_A3B,
+    QWEN_3_OMNI_30B_A3B,
     QWEN_3_VL_4B,
     QWEN_3_VL_30B_A3B,
     SEED_OSS_36B,
@@ -1347,6 +1360,131 @@ def test_experts_windows_and_sinks_of_gpt_oss() -> None:
     assert changed.weights is None and changed.dtype == "float32"
 
 
+def test_parts_that_read_the_same_norm() -> None:
+    spec = parse_spec(COMMAND_R_08_2024)
+    assert spec.centered_norms and spec.parallel_parts and spec.tie_embeddings
+    assert (spec.norm_eps, spec.logit_scale, spec.rope.theta) == (1e-5, 0.0625, 4e6)
+    assert spec.rope.interleaved and spec.ropes == () and spec.windows == (None,) * 40
+    assert 32.2 < spec.num_parameters / 1e9 < 32.4
+    with pytest.raises(ConfigError, match="use_qk_norm True is not supported, only False"):
+        parse_spec({**COMMAND_R_08_2024, "use_qk_norm": True})
+
+    spec = parse_spec(COMMAND_R7B)
+    assert spec.windows == (4096, 4096, 4096, None) * 8
+    assert spec.ropes == (spec.rope, spec.rope, spec.rope, None) * 8 and spec.rope.interleaved
+    assert (spec.logit_scale, spec.context) == (0.25, 132096)
+    assert 8.0 < spec.num_parameters / 1e9 < 8.1
+    kinds = ["full_attention"] * 32
+    assert parse_spec({**COMMAND_R7B, "layer_types": kinds}).ropes == (None,) * 32
+
+
+def test_the_square_of_relu_and_gates_of_gelu() -> None:
+    spec = parse_spec(AFM_4_5B)
+    assert spec.gate is None and (spec.rope.scaling, spec.context) == ("yarn", 81920)
+    assert 4.5 < spec.num_parameters / 1e9 < 4.7
+    with pytest.raises(ConfigError, match="hidden_act 'silu' is not supported, only 'relu2'"):
+        parse_spec({**AFM_4_5B, "hidden_act": "silu"})
+
+    spec = parse_spec(GEMMA_7B)
+    assert (spec.gate, spec.norm_offset, spec.norms) == ("gelu", 1.0, "before")
+    assert spec.tie_embeddings and spec.embedding_scale == 3072**0.5
+    assert 8.5 < spec.num_parameters / 1e9 < 8.6
+    assert parse_spec({**GEMMA_7B, "hidden_activation": "gelu_pytorch_tanh"}) == spec
+    with pytest.raises(ConfigError, match="hidden_activation must be 'gelu' or"):
+        parse_spec({**GEMMA_7B, "hidden_activation": "relu"})
+
+
+def test_bounded_scores() -> None:
+    spec = parse_spec(GEMMA_2_9B)
+    assert (spec.score_cap, spec.logit_cap, spec.attention_scale) == (50.0, 30.0, 1 / 16)
+    assert spec.windows == (4096, None) * 21 and spec.attention_shape().cap == 50.0
+    assert (spec.norms, spec.norm_offset, spec.gate) == ("around", 1.0, "gelu")
+    assert 9.2 < spec.num_parameters / 1e9 < 9.3
+    assert parse_spec({k: v for k, v in GEMMA_2_9B.items() if "softcapping" not in k}) == spec
+    nulls = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
+    free = parse_spec({**GEMMA_2_9B, **nulls})
+    assert free.score_cap == free.logit_cap == 0.0
+
+
+def test_short_convolutions() -> None:
+    spec = parse_spec(LFM2_1_2B)
+    conv = spec.recurrent
+    assert isinstance(conv, ConvSpec) and len(conv.layers) == 10
+    assert (conv.num_channels, conv.conv_width, conv.matrices) == (2048, 3, (0, 0, 0))
+    assert (spec.intermediate_size, spec.qk_norm, spec.norm_eps) == (8192, "head", 1e-5)
+    assert spec.tie_embeddings and 1.16 < spec.num_parameters / 1e9 < 1.18
+    assert conv.of_rank(4).num_channels == 512
+    with pytest.raises(ConfigError, match="2048 channels of short convolutions cannot be split"):
+        conv.of_rank(3)
+    wider = parse_spec({**LFM2_1_2B, "block_ffn_dim_multiplier": 1.01})
+    assert wider.intermediate_size == 8448
+    whole = parse_spec({**LFM2_1_2B, "block_auto_adjust_ff_dim": False, "tie_embedding": False})
+    assert whole.intermediate_size == 12288 and not whole.tie_embeddings
+
+    spec = parse_spec(LFM2_8B_A1B)
+    assert spec.moe is not None and spec.moe.layers == frozenset(range(2, 24))
+    assert spec.moe.experts.routing.corrected and spec.moe.experts.routing.sigmoid
+    assert 8.3 < spec.num_parameters / 1e9 < 8.4
+
+    spec = parse_spec(LFM3_1_7B)
+    conv = spec.recurrent
+    assert isinstance(conv, ConvSpec) and len(conv.layers) == 13 and conv.conv_width == 7
+    assert spec.windows[:5] == (None, None, None, None, 256)
+    assert (spec.norms, spec.gates_apart, spec.head_gates) == ("around", True, True)
+    local, rope = spec.rope_of(4), spec.rope
+    assert local is not None and (local.scaling, local.theta) == ("default", 1e4)
+    assert (rope.scaling, rope.theta, rope.rotated) == ("proportional", 1e6, 0.5)
+    assert not spec.attention_shape().for_context(4096).window_pages, "states have snapshots"
+    assert 1.7 < spec.num_parameters / 1e9 < 1.9
+    with pytest.raises(ConfigError, match="use_sandwich_norm False is not supported, only True"):
+        parse_spec({**LFM3_1_7B, "use_sandwich_norm": False})
+    with pytest.raises(ConfigError, match="layer_types must be 24 of conv, full_attention"):
+        parse_spec({**LFM2_8B_A1B, "layer_types": ["conv"]})
+
+
+def test_text_parts_around_other_decoders() -> None:
+    spec = parse_spec(LLAVA_1_5_7B)
+    assert (spec.architecture, spec.dtype) == ("LlavaForConditionalGeneration", "float16")
+    assert (spec.num_layers, spec.num_kv_heads, spec.intermediate_size) == (32, 32, 11008)
+    assert 6.7 < spec.num_parameters / 1e9 < 6.8 and not spec.tie_embeddings
+
+    spec = parse_spec(LLAVA_1_6_MISTRAL_7B)
+    assert (spec.dtype, spec.rope.theta, spec.windows) == ("bfloat16", 1e6, (None,) * 32)
+    assert 7.2 < spec.num_parameters / 1e9 < 7.3
+
+    text = {**QWEN_3_0_6B, "model_type": "qwen3", "tie_word_embeddings": True}
+    seeing = {"architectures": ["InternVLForConditionalGeneration"], "text_config": text}
+    spec = parse_spec(seeing)
+    assert spec.qk_norm == "head" and spec.tie_embeddings
+    with pytest.raises(ConfigError, match="text_config: model_type must be one of "):
+        parse_spec({**seeing, "text_config": {**text, "model_type": "bloom"}})
+
+
+def test_thinkers_of_models_that_speak() -> None:
+    spec = parse_spec(QWEN_2_5_OMNI_7B)
+    assert spec.qkv_bias and (spec.rope.scaling, spec.rope.theta) == ("default", 1e6)
+    assert (spec.dtype, spec.context) == ("bfloat16", 32768)
+    assert 7.5 < spec.num_parameters / 1e9 < 7.7
+
+    spec = parse_spec(QWEN_3_OMNI_30B_A3B)
+    assert spec.moe is not None and spec.moe.experts.routing.normalize
+    assert 30 < spec.num_parameters / 1e9 < 31
+    names = {
+        name: [weight for weight, _ in spec.names.weights(name, (2, 2))]
+        for name in (
+            "thinker.model.layers.0.mlp.gate.weight",
+            "thinker.lm_head.weight",
+            "thinker.audio_tower.conv_out.weight",
+            "talker.model.layers.0.mlp.gate.weight",
+            "code2wav.code_embedding.weight",
+        )
+    }
+    kept = [["model.layers.0.mlp.gate.weight"], ["lm_head.weight"]]
+    assert list(names.values()) == [*kept, [], [], []]
+    with pytest.raises(ConfigError, match="thinker_config is missing"):
+        parse_spec({"architectures": QWEN_3_OMNI_30B_A3B["architectures"]})
+
+
 def test_every_architecture_is_tested() -> None:
     configs = (
         *(LLAMA_3_1_8B, MISTRAL_7B, QWEN_2_5_7B, QWEN_3_0_6B, QWEN_3_30B_A3B, MISTRAL_SMALL_3_1),
@@ -1384,6 +1522,22 @@ def test_every_architecture_is_tested() -> None:
         *(DEEPSEEK_V2, DEEPSEEK_V3, GLM_4_7_FLASH, YOUTU_LLM_2B, MISTRAL_SMALL_4),
         *(kimi_k25("KimiK25"), kimi_k25("Kimi_K25"), GLM_4_1V_9B, GLM_4_5V),
         {**GLM_4_5V, "architectures": ["Glm46VForConditionalGeneration"]},
+        *(LLAVA_1_5_7B, LLAVA_1_6_MISTRAL_7B, QWEN_2_5_OMNI_7B, QWEN_3_OMNI_30B_A3B),
+        *(
+            {**LLAVA_1_5_7B, "architectures": [f"{name}ForConditionalGeneration"]}
+            for name in ("LlavaOnevision", "InternVL", "Idefics3", "SmolVLM", "Lfm2Vl", "AyaVision")
+        ),
+        {**LLAVA_1_5_7B, "architectures": ["Cohere2VisionForConditionalGeneration"]},
+        *(
+            LFM2_1_2B,
+            LFM2_8B_A1B,
+            LFM3_1_7B,
+            AFM_4_5B,
+            COMMAND_R_08_2024,
+            COMMAND_R7B,
+            GEMMA_7B,
+            GEMMA_2_9B,
+        ),
     )
     found = {parse_spec(config).architecture for config in configs}
     hybrid = {name for name in ARCHITECTURES if name.startswith(("Qwen3_5", "Qwen3Next"))}

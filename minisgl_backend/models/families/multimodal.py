@@ -1,0 +1,182 @@
+"""Models that see or hear around a decoder that is another architecture here: Aya and Command A
+Vision, InternVL, LFM2-VL, LLaVA, SmolVLM, the thinkers of Qwen's Omni models. Read is the text
+part.
+
+A decoder is found by ``model_type`` of the text part's config. Must not know how it is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Final, TypeAlias
+
+from minisgl_backend.models.config_json import ConfigReader
+from minisgl_backend.models.families.cohere import read_cohere, read_cohere2
+from minisgl_backend.models.families.fields import text_of_vl, text_part
+from minisgl_backend.models.families.gpt_oss import read_gpt_oss
+from minisgl_backend.models.families.lfm import read_lfm2, read_lfm2_moe
+from minisgl_backend.models.families.llama import read_llama, read_smollm3
+from minisgl_backend.models.families.mistral import read_mistral, read_mixtral
+from minisgl_backend.models.families.olmo import read_olmo2, read_olmo3
+from minisgl_backend.models.families.phi import read_phi3
+from minisgl_backend.models.families.qwen import (
+    read_qwen2,
+    read_qwen2_moe,
+    read_qwen3,
+    read_qwen3_moe,
+)
+from minisgl_backend.models.spec import ModelSpec
+
+_Read: TypeAlias = Callable[[ConfigReader], ModelSpec]
+
+_DECODERS: Final[Mapping[str, _Read]] = MappingProxyType(
+    {
+        "cohere": read_cohere,
+        "cohere2": read_cohere2,
+        "gpt_oss": read_gpt_oss,
+        "lfm2": read_lfm2,
+        "lfm2_moe": read_lfm2_moe,
+        "llama": read_llama,
+        "mistral": read_mistral,
+        "mixtral": read_mixtral,
+        "olmo2": read_olmo2,
+        "olmo3": read_olmo3,
+        "phi3": read_phi3,
+        "qwen2": read_qwen2,
+        "qwen2_moe": read_qwen2_moe,
+        "qwen3": read_qwen3,
+        "qwen3_moe": read_qwen3_moe,
+        "smollm3": read_smollm3,
+    }
+)
+"""By ``model_type``."""
+_OF_7B: Final = MappingProxyType(
+    {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
+)
+_SIZES: Final[Mapping[str, Mapping[str, int]]] = MappingProxyType(
+    {
+        "cohere2": {
+            "hidden_size": 8192,
+            "intermediate_size": 22_528,
+            "num_attention_heads": 64,
+            "num_hidden_layers": 40,
+            "vocab_size": 256_000,
+        },
+        "lfm2": {
+            "hidden_size": 2560,
+            "intermediate_size": 12_288,
+            "num_attention_heads": 32,
+            "num_hidden_layers": 32,
+            "vocab_size": 65_536,
+        },
+        "llama": {**_OF_7B, "intermediate_size": 11_008, "vocab_size": 32_000},
+        "mistral": {**_OF_7B, "intermediate_size": 14_336, "vocab_size": 32_000},
+        "qwen2": {
+            **_OF_7B,
+            "intermediate_size": 22_016,
+            "num_key_value_heads": 32,
+            "vocab_size": 151_936,
+        },
+    }
+)
+"""Sizes of decoders by default: the config of a text part leaves them out."""
+_OF_IDEFICS: Final = (("model.text_model.", "model."),)
+_OF_THINKER: Final = (("thinker.model.", "model."), ("thinker.lm_head.", "lm_head."))
+"""Names of tensors of text parts, each with the decoder's."""
+_SPEECH: Final = ("talker.", "token2wav.", "code2wav.")
+"""How names of tensors begin that speak."""
+
+
+def read_aya_vision(config: ConfigReader) -> ModelSpec:
+    """``AyaVisionForConditionalGeneration``: Aya Vision, around Command."""
+    return _text_of(config, "AyaVisionForConditionalGeneration", "cohere2", tied=True)
+
+
+def read_cohere2_vision(config: ConfigReader) -> ModelSpec:
+    """``Cohere2VisionForConditionalGeneration``: Command A Vision."""
+    return _text_of(config, "Cohere2VisionForConditionalGeneration", "cohere2", tied=True)
+
+
+def read_internvl(config: ConfigReader) -> ModelSpec:
+    """``InternVLForConditionalGeneration``: InternVL 3 and 3.5 in the format of transformers."""
+    return _text_of(config, "InternVLForConditionalGeneration", "qwen2", tied=True)
+
+
+def read_llava(config: ConfigReader) -> ModelSpec:
+    """``LlavaForConditionalGeneration``: LLaVA 1.5, Pixtral 12B."""
+    return _text_of(config, "LlavaForConditionalGeneration", "llama")
+
+
+def read_llava_next(config: ConfigReader) -> ModelSpec:
+    """``LlavaNextForConditionalGeneration``: LLaVA 1.6."""
+    return _text_of(config, "LlavaNextForConditionalGeneration", "llama")
+
+
+def read_llava_onevision(config: ConfigReader) -> ModelSpec:
+    """``LlavaOnevisionForConditionalGeneration``."""
+    return _text_of(config, "LlavaOnevisionForConditionalGeneration", "qwen2")
+
+
+def read_idefics3(config: ConfigReader) -> ModelSpec:
+    """``Idefics3ForConditionalGeneration``: Idefics 3, the first SmolVLM."""
+    return _text_of_idefics(config, "Idefics3ForConditionalGeneration")
+
+
+def read_smolvlm(config: ConfigReader) -> ModelSpec:
+    """``SmolVLMForConditionalGeneration``: SmolVLM 2."""
+    return _text_of_idefics(config, "SmolVLMForConditionalGeneration")
+
+
+def read_lfm2_vl(config: ConfigReader) -> ModelSpec:
+    """``Lfm2VlForConditionalGeneration``: LFM2-VL."""
+    return _text_of(config, "Lfm2VlForConditionalGeneration", "lfm2", tied=True)
+
+
+def read_qwen2_5_omni(config: ConfigReader) -> ModelSpec:
+    """``Qwen2_5OmniForConditionalGeneration``: Qwen2, whose text another part would speak."""
+    text = text_of_vl(_thinker(config)).with_defaults(rope_theta=1e6, num_key_value_heads=4)
+    return _of_thinker(read_qwen2(text), "Qwen2_5OmniForConditionalGeneration")
+
+
+def read_qwen3_omni(config: ConfigReader) -> ModelSpec:
+    """``Qwen3OmniMoeForConditionalGeneration``: the same around Qwen3 with experts, without
+    windows."""
+    text = text_of_vl(_thinker(config)).with_defaults(norm_topk_prob=True)
+    spec = read_qwen3_moe(text.with_values(use_sliding_window=False))
+    return _of_thinker(spec, "Qwen3OmniMoeForConditionalGeneration")
+
+
+def _text_of(
+    config: ConfigReader, architecture: str, kind: str, *, tied: bool = False
+) -> ModelSpec:
+    """The text part, by default of ``kind``; ``tied`` is the default for tie_word_embeddings.
+    Raises ``ConfigError`` if it is of a kind that is not known."""
+    text = text_of_vl(config.with_defaults(tie_word_embeddings=tied))
+    kind = text.word("model_type", kind)
+    if kind not in _DECODERS:
+        raise text.error("model_type", "one of " + ", ".join(_DECODERS), kind)
+    return text_part(_DECODERS[kind](text.with_defaults(**_SIZES.get(kind, {}))), architecture)
+
+
+def _text_of_idefics(config: ConfigReader, architecture: str) -> ModelSpec:
+    return _renamed(_text_of(config, architecture, "llama"), _OF_IDEFICS)
+
+
+def _thinker(config: ConfigReader) -> ConfigReader:
+    """The part that understands and writes, with what is said outside of it."""
+    outer = ("dtype", "torch_dtype", "eos_token_id")
+    return config.part("thinker_config").with_defaults(
+        **{key: config.values[key] for key in outer if key in config.values}
+    )
+
+
+def _of_thinker(spec: ModelSpec, architecture: str) -> ModelSpec:
+    spec = _renamed(text_part(spec, architecture), _OF_THINKER)
+    return replace(spec, names=replace(spec.names, left_out=_SPEECH))
+
+
+def _renamed(spec: ModelSpec, renamed: tuple[tuple[str, str], ...]) -> ModelSpec:
+    """The same with tensors that are named so in the checkpoint."""
+    return replace(spec, names=replace(spec.names, renamed=(*renamed, *spec.names.renamed)))

@@ -1478,16 +1478,10 @@ def write_broad_latents_checkpoint(folder: Path, **changes: Any) -> Any:
     """A GLM-4.7-Flash in such sizes; ``changes`` apply to its config."""
     heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "v_head_dim": 64}
     latents = {"kv_lora_rank": 128, "q_lora_rank": 256, "qk_nope_head_dim": 64}
-    model: Any = _glm4_moe_lite(
-        **heads,
-        **latents,
-        qk_rope_head_dim=64,
-        hidden_size=512,
-        intermediate_size=512,
-        moe_intermediate_size=256,
-        n_routed_experts=16,
-        **changes,
-    )
+    latents["qk_rope_head_dim"] = 64
+    sizes = {"hidden_size": 512, "intermediate_size": 512, "moe_intermediate_size": 256}
+    sizes["n_routed_experts"] = 16
+    model: Any = _glm4_moe_lite(**{**heads, **latents, **sizes, **changes})
     draw(model, seed=97, spread=0.06)
     return _saved(model, folder)
 

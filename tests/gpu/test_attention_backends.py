@@ -232,6 +232,26 @@ def test_engines_answer_alike_over_latents(name: str | None, tmp_path: Path) -> 
 
 
 @pytest.mark.skipif(is_interpreted(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", [None, "fa", "fa,triton"])
+@pytest.mark.parametrize("most_captured", [0, None], ids=["expanded", "as they are"])
+def test_latents_of_the_sizes_that_flash_attention_takes(
+    name: str | None, most_captured: int | None, tmp_path: Path
+) -> None:
+    """Chunks whose step is not captured expand latents."""
+    pytest.importorskip("sgl_kernel.flash_attn")
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "v_head_dim": 256}
+    latents = {"kv_lora_rank": 512, "qk_nope_head_dim": 192}
+    layers = ["dense"] * 3
+    reference = write_broad_latents_checkpoint(tmp_path, **heads, **latents, mlp_layer_types=layers)
+    reference = reference.bfloat16().float()
+    prompts = prompts_with_shared_prefixes(vocab_size=VOCAB_SIZE, longest=110, seed=7)
+    options: dict[str, Any] = {"attention_backend": name, "cuda_graph_max_tokens": most_captured}
+    options["max_prefill_tokens"] = 512
+    sinks = serve(tmp_path, prompts, max_sequence_length=CONTEXT, **options)
+    assert max(shortfalls(reference, prompts, tokens_of(sinks))) < 0.15
+
+
+@pytest.mark.skipif(is_interpreted(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", ["triton", "sdpa"])
 def test_engines_over_latents_in_float8(name: str, tmp_path: Path) -> None:
     layers = ["dense"] * 3

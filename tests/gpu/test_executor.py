@@ -120,7 +120,6 @@ OTHERS = [
     "arcee-biases",
     "cohere-biases",
     "cohere2",
-    "gemma",
     "gemma2",
 ]
 """Cases with parts that no case above has."""

@@ -222,7 +222,8 @@ def test_its_own_server_and_the_end_by_ctrl_c_and_other_signals(number: signal.S
             stderr=its_end,
         )
         os.close(its_end)
-        shown = fdspawn(terminal, timeout=120, encoding="utf-8")
+        # longer than it takes to see that a start hangs, and to start again
+        shown = fdspawn(terminal, timeout=300, encoding="utf-8")
         shown.logfile_read = sys.stdout  # pytest shows it if the test fails
         try:
             shown.expect(r"rate 0\.01")

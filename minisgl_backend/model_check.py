@@ -6,9 +6,9 @@ import torch.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final
@@ -63,6 +63,11 @@ def checked_spec(options: EngineOptions, folder: Path, device: str | None) -> Mo
     for name in ("state_snapshots", "state_dtype"):
         if getattr(options, name) and spec.recurrent is None:
             raise ConfigError(f"option {name}: {spec.architecture} has no recurrent layers")
+    if options.state_dtype and spec.recurrent is not None and not prod(spec.recurrent.matrices):
+        raise ConfigError(
+            f"option state_dtype: the recurrent states of {spec.architecture} are inputs of "
+            "convolutions, which have the type of the activations"
+        )
     if options.enable_lora and spec.names.scaled:
         raise ConfigError(
             f"option enable_lora: {spec.architecture} has multipliers that are in its weights, and "
@@ -177,8 +182,10 @@ def _check_memory(options: EngineOptions, spec: ModelSpec) -> None:
     if recurrent is None or options.cache == "naive":
         state_bytes = 0
     else:
-        of_state = len(recurrent.layers) * math.prod(recurrent.matrices)
-        state_bytes = _ITEM_BYTES[state_dtype_name(options, spec)] * of_state
+        state_bytes = len(recurrent.layers) * (
+            _ITEM_BYTES[state_dtype_name(options, spec)] * prod(recurrent.matrices)
+            + item_bytes * recurrent.num_channels * (recurrent.conv_width - 1)
+        )
     needs = {
         f"the weights, as config.json has them ({spec.num_parameters:,} numbers),": (
             replicas * spec.num_parameters * item_bytes // num_nodes

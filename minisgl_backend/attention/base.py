@@ -275,7 +275,10 @@ class AttendExpanded:
 
 
 class ChunkExpansion(Protocol):
-    """Attention of chunks to keys and values that are made of latents."""
+    """Attention of chunks to keys and values that are made of latents: of the chunks' own positions
+    all at once, and of those before them up to ``most_positions`` at a time."""
+
+    most_positions: int
 
     def plan_chunks(self, chunks: Chunks) -> ExpandedChunks | None:
         """Prepare what all layers of the step share; None if latents as they are take less work, or

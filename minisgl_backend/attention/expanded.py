@@ -7,10 +7,11 @@ arXiv 2405.04434). So the positions that a chunk sees are read from their pages,
 bound the memory:
 
     0 ............. begin .. end        of each chunk
-    | first pieces  | own  |
+    | prefix pieces | own piece |
       no mask         causal
 
-Each piece is a call of one kernel for all chunks, and results are merged by their log-sum-exps.
+Each piece, the own one first, is a call of one kernel for all chunks, and results are merged by
+their log-sum-exps.
 
 Knows positions, pages and sizes. Must not know weights: the layer expands latents.
 """
@@ -40,8 +41,8 @@ from minisgl_backend.kernels.ragged_attention import Ragged
 HEADS_OF_FLASH_ATTN: Final = ((64, 64), (128, 128), (192, 128), (256, 256))
 """Sizes of keys and values for which sgl_kernel has kernels."""
 
-_PIECE_BYTES: Final = 256 * 2**20
-"""The most bytes of a piece's keys and values; of a step's own tokens there may be more."""
+_PREFIX_BYTES: Final = 256 * 2**20
+"""The most bytes of a prefix piece's keys and values; an own piece may have more."""
 
 
 class RaggedAttention(Protocol):
@@ -103,7 +104,7 @@ class _Piece:
 @dataclass(frozen=True, slots=True, eq=False)
 class _PlannedChunks:
     """``ExpandedChunks`` of the ``tokens`` of all chunks, which are ``runs``; ``pieces`` begin with
-    the chunks' own positions."""
+    the own one."""
 
     attention: RaggedAttention
     scale: float
@@ -138,7 +139,7 @@ class ExpandedPrefill:
         self._shape = setting.shape
         self._page_size = setting.page_size
         self._attention = attention
-        self._most_positions = most_positions(setting.shape, setting.dtype.itemsize)
+        self.most_positions = most_positions(setting.shape, setting.dtype.itemsize)
 
     def plan_chunks(self, chunks: Chunks) -> ExpandedChunks | None:
         if chunks.host_offsets is None or chunks.host_ends is None:
@@ -148,7 +149,7 @@ class ExpandedPrefill:
         if not pays(self._shape, lengths, ends):
             return None
         begins = ends - lengths
-        pieces = [(begins, ends), *cut_prefixes(begins, self._most_positions)]
+        pieces = [(begins, ends), *cut_prefixes(begins, self.most_positions)]
         return _PlannedChunks(
             self._attention,
             self._shape.scale,
@@ -192,7 +193,7 @@ def most_positions(shape: AttentionShape, itemsize: int) -> int:
     assert heads is not None and latent is not None
     # the projections of latents, and the keys with their rotated part
     of_head = 2 * heads.key_dim + heads.value_dim - (shape.head_dim - latent)
-    return max(_PIECE_BYTES // (itemsize * shape.num_heads * of_head), 1)
+    return max(_PREFIX_BYTES // (itemsize * shape.num_heads * of_head), 1)
 
 
 def cut_prefixes(begins: HostArray, most: int) -> Iterator[tuple[HostArray, HostArray]]:

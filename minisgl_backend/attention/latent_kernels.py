@@ -5,9 +5,7 @@ Passes on the inputs of ``attention.base`` as kernels take them; must not know h
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
-from typing import Final
 
 import torch
 from torch import Tensor
@@ -15,7 +13,6 @@ from torch import Tensor
 from minisgl_backend.attention.base import (
     AttentionShape,
     Chunks,
-    DecodeAttention,
     DecodeRows,
     LayerAttention,
 )
@@ -25,10 +22,6 @@ from minisgl_backend.kernels.latent_attention import (
     latent_prefill_attention,
 )
 from minisgl_backend.kernels.paged_kv import PagedKV
-
-_FEW_ROWS: Final = 4
-"""Up to this many rows our kernel is faster: measured on an H200 with the 20 heads of
-GLM-4.7-Flash."""
 
 
 class LatentPrefill:
@@ -76,15 +69,3 @@ class LatentDecode:
             out=out,
             pdl=rows.pdl,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class LatentDecodeByRows:
-    """``DecodeAttention`` by one backend for ``few`` rows and by another for ``many``."""
-
-    few: DecodeAttention
-    many: DecodeAttention
-
-    def plan_rows(self, rows: DecodeRows) -> LayerAttention:
-        backend = self.few if len(rows.rows) <= _FEW_ROWS else self.many
-        return backend.plan_rows(rows)

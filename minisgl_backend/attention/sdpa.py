@@ -270,7 +270,7 @@ class SdpaAttention:
         scores are bounded, which it does not know either, PyTorch computes one step at a time."""
         scale = self._shape.scale
         if cap := self._shape.cap:
-            scores = at_least_float32(q @ keys.mT) * scale  # [B, heads, L, T]
+            scores = at_least_float32(q) @ at_least_float32(keys).mT * scale  # [B, heads, L, T]
             soft_cap_reference(scores, cap)
             scores = scores if mask is None else scores + mask
             return scores.softmax(dim=-1).to(q.dtype) @ values, scores.logsumexp(dim=-1)

@@ -57,14 +57,22 @@ class WarmUp:
         num_whole, rest = divmod(limits.max_prefill_tokens, self._longest_chunk)
         chunks = [self._longest_chunk] * num_whole + [rest] * (rest > 0)
         chunks = chunks[: limits.max_rows]
-        self._step(chunks, limits.max_rows - len(chunks), grouped=grouped)
+        num_decodes = limits.max_rows - len(chunks)
+        self._step(chunks, num_decodes, grouped=grouped)
+        if (expansion := self._stages.attention.expansion) is not None:
+            chunks[0] = min(chunks[0], limits.max_sequence_length // 2)
+            prefix = min(limits.max_sequence_length - chunks[0], expansion.most_positions)
+            self._step(chunks, num_decodes, prefix=prefix)
 
-    def _step(self, chunks: list[int], num_decodes: int, *, grouped: bool = False) -> None:
-        """Run a step with chunks of these lengths and ``num_decodes`` decoding rows, which computes
-        the log-probabilities of all its samples and chunks."""
+    def _step(
+        self, chunks: list[int], num_decodes: int, *, prefix: int = 0, grouped: bool = False
+    ) -> None:
+        """Run a step with chunks of these lengths, the first behind ``prefix`` positions, and
+        ``num_decodes`` decoding rows. It computes the log-probabilities of all its samples and
+        chunks."""
         stages = self._stages
         last = self._limits.max_sequence_length - 1 if grouped else 0
-        plan = self._dummy_plan(chunks, num_decodes, last)
+        plan = self._dummy_plan(chunks, prefix, num_decodes, last)
         try:
             batch = FlatBatch.of(plan)
             if num_decodes and (num_shared := last // stages.rows.page_size):
@@ -87,15 +95,19 @@ class WarmUp:
                 "num_pages, max_prefill_tokens or max_running_requests"
             ) from error
 
-    def _dummy_plan(self, chunks: list[int], num_decodes: int, position: int) -> StepPlan:
-        """A plan that uses the dummy row throughout, so that only the dummy page is written.
-        Decoding rows are at ``position``."""
+    def _dummy_plan(
+        self, chunks: list[int], prefix: int, num_decodes: int, position: int
+    ) -> StepPlan:
+        """A plan that uses the dummy row throughout, so that only the dummy page is written. The
+        first chunk begins behind ``prefix``; decoding rows are at ``position``."""
         row = self._stages.rows.table.dummy_row
+        starts = np.zeros(len(chunks), np.int32)
+        starts[:1] = prefix
         return StepPlan(
             step=-1,
             chunks=PromptChunks(
                 rows=np.full(len(chunks), row, np.int32),
-                starts=np.zeros(len(chunks), np.int32),
+                starts=starts,
                 lengths=np.array(chunks, np.int32),
                 are_last=np.ones(len(chunks), np.int32),
                 tokens=np.zeros(sum(chunks), np.int32),

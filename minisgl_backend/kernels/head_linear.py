@@ -12,12 +12,15 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from minisgl_backend.kernels.dispatch import use_triton
+from minisgl_backend.kernels.dispatch import shared_bytes, use_triton
 
 MOST_TOKENS: Final = 64
 """The most tokens that the kernel takes: a tile has all of them."""
 _MOST_INPUTS: Final = 512
 """The most in_features: a tile has all of them."""
+_LEAST_SHARED_BYTES: Final = 100 * 1024
+"""Shared memory of a multiprocessor that has room for the largest tiles of x and of a weight in 16
+bits."""
 
 
 def head_linear(out: Tensor, x: Tensor, weight: Tensor, *, pdl: bool = False) -> None:
@@ -28,7 +31,8 @@ def head_linear(out: Tensor, x: Tensor, weight: Tensor, *, pdl: bool = False) ->
     may be a transposed view.
     """
     num_tokens, _, in_features = x.shape
-    if use_triton(x) and num_tokens <= MOST_TOKENS and in_features <= _MOST_INPUTS:
+    fits = num_tokens <= MOST_TOKENS and in_features <= _MOST_INPUTS and x.itemsize == 2
+    if use_triton(x) and fits and shared_bytes(x.device) >= _LEAST_SHARED_BYTES:
         from minisgl_backend.kernels.triton_kernels.head_linear_kernel import launch_head_linear
 
         launch_head_linear(out, x, weight, pdl=pdl)

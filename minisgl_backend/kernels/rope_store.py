@@ -217,9 +217,10 @@ def rope_store_latents(
     """Rotate ``q`` into ``queries``, and store the latents of tokens with their rotated keys.
 
     ``queries`` and ``q`` [num_tokens, num_heads, rope_dim] and ``compressed`` [num_tokens,
-    latent_dim + rope_dim] may be strided except along their last dimension; all of rope_dim
-    rotates. The first latent_dim numbers of ``compressed`` are normalized with ``norm_weight``
-    [latent_dim], and the others are rotated; both go to the token's slot in ``kv.keys``.
+    latent_dim + rope_dim] may be strided except along their last dimension; ``queries`` may be
+    ``q``; all of rope_dim rotates. The first latent_dim numbers of ``compressed`` are normalized
+    with ``norm_weight`` [latent_dim], and the others are rotated; both go to the token's slot in
+    ``kv.keys``.
     """
     if not use_triton(q):
         rope_store_latents_reference(

@@ -114,7 +114,7 @@ class ExpertsMLP(nn.Module):
         self._most_half_done = 0  # up to this many tokens the next reader takes half-done norms
 
     def _like_experts(self) -> GatedMLP | None:
-        """The MLP that all tokens take, unless it reads other rows or computes something else than
+        """The MLP that all tokens take, unless it reads other rows or computes anything other than
         experts do."""
         is_alike = self.into_latent is None and not self.spec.scales_inputs
         return self.shared if is_alike and isinstance(self.shared, GatedMLP) else None
@@ -247,7 +247,8 @@ class ExpertsMLP(nn.Module):
         return part if shared is None else shared.added_to(part)
 
     def _has_kernel(self, x: Tensor) -> bool:
-        """Whether kernels compute ``_outputs``, which may depend on the other tokens."""
+        """Whether kernels compute ``_outputs``. Their bits may depend on the other tokens, so none
+        do if the layer is invariant."""
         if self._is_invariant:
             return False
         return self._kernels is not None or (self.fused and has_kernel(x, self.weights))

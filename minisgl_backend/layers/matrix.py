@@ -365,9 +365,7 @@ class DenseMatrix(Matrix):
         if self._invariant is not None:
             return None
         weight, num_tokens = self.weight, len(x.x)
-        if self._is_small(num_tokens) and not is_sum_fused(
-            group, num_tokens, self.out_features, x.x.dtype
-        ):
+        if self._is_small(num_tokens) and not is_sum_fused(group, norm, num_tokens, x.x.dtype):
             # Rank 0 adds the residual stream to its part, so that it is in the sum over the ranks.
             is_first = group.rank == 0
             part = small_batch.small_batch_linear(

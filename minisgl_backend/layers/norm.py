@@ -202,11 +202,7 @@ def add_sum(residual: Tensor, part: Tensor, norm: RMSNorm, group: Group, *, pdl:
     ``FusedSum``.
     """
     weight, eps, centered = norm.weight, norm.eps, norm.centered
-    if (
-        group.fused is not None
-        and not centered
-        and is_sum_fused(group, len(part), part.shape[1], part.dtype)
-    ):
+    if group.fused is not None and is_sum_fused(group, norm, len(part), part.dtype):
         return Normed(group.fused.add_rms_norm(part, residual, weight, eps, pdl=pdl))
     part = group.all_reduce(part)
     neighbours = None if norm.rounding is None else norm.rounding(len(part))
@@ -254,6 +250,8 @@ def add_normed(
     return Normed(residual, norm), outs
 
 
-def is_sum_fused(group: Group, num_tokens: int, hidden_size: int, dtype: torch.dtype) -> bool:
-    """Whether ``add_sum`` of such tensors is one kernel of the group."""
-    return group.fused is not None and group.fused.fits(num_tokens, hidden_size, dtype)
+def is_sum_fused(group: Group, norm: RMSNorm, num_tokens: int, dtype: torch.dtype) -> bool:
+    """Whether ``add_sum`` of tensors in ``dtype`` before this norm is one kernel of the group."""
+    if group.fused is None or norm.centered:
+        return False
+    return group.fused.fits(num_tokens, len(norm.weight), dtype)

@@ -269,7 +269,7 @@ class Decoder(nn.Module):
         part = self.model.embed_tokens.own_rows(tokens)
         if (scale := spec.embedding_scale / spec.stream_scale) != 1.0:
             part.mul_(scale)
-        if norm is not None and is_sum_fused(group, len(part), spec.hidden_size, self.dtype):
+        if norm is not None and is_sum_fused(group, norm, len(part), self.dtype):
             residual = torch.zeros_like(part)
             return residual, add_sum(residual, part, norm, group, pdl=False)
         residual = group.all_reduce(part)
@@ -298,9 +298,9 @@ class Decoder(nn.Module):
     def attention_starts_early(self, num_tokens: int) -> bool:
         """Whether decode attention may start before its predecessor ends, in captured steps of this
         number of tokens."""
-        group, size = self.group, self.spec.hidden_size
+        group, norm = self.group, self.model.norm
         return self._starts_early(num_tokens) and (
-            group.size == 1 or is_sum_fused(group, num_tokens, size, self.dtype)
+            group.size == 1 or is_sum_fused(group, norm, num_tokens, self.dtype)
         )
 
     def _starts_early(self, num_tokens: int) -> bool:

@@ -3,8 +3,8 @@
 Pages hold one latent for each position, of which every head's key and value are projections
 (``kv_b_proj``), and one rotated key for all heads. The projections are *absorbed*: instead of
 expanding latents, each query is projected into their space, where all heads attend to the same
-latents, and the results are projected to the heads' values. So attention has one KV head. Only for
-long prompt chunks latents are expanded, if the step says so (``attention.expanded``). Knows the
+latents, and the results are projected to the heads' values. So attention has one KV head. Latents
+are expanded only for long prompt chunks, if the step says so (``attention.expanded``). Knows the
 names of the checkpoint and how heads are split over ranks; each rank holds all latents. Must not
 know which page is whose, or how attention is computed.
 """

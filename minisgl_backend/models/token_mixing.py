@@ -255,7 +255,7 @@ class SelfAttention(nn.Module):
         if self.gates_apart:
             qkv, gates = qkv.tensor_split([qkv.shape[1] - self.num_heads * self._gate_dim], dim=1)
             gate = gates.view(len(qkv), self.num_heads, self._gate_dim)
-            if self._gate_dim == 1:
+            if self._gate_dim == 1:  # ``sigmoid_mul`` takes one for each element
                 gate = gate.repeat(1, 1, self.head_dim)
         elif self.is_gated:
             gate = gates_of(qkv, self.num_heads, self.head_dim)

@@ -84,11 +84,11 @@ def test_recurrent_states_are_read_and_now_and_then_written(case: str, tmp_path:
     with bound(case, tmp_path) as (model, _):
         shape = model.spec.recurrent
         assert shape is not None
-        numbers = math.prod(shape.matrices) + shape.num_channels * (shape.conv_width - 1)
-        state = numbers * FLOAT
+        matrices = math.prod(shape.matrices) * FLOAT
+        inputs = shape.num_channels * (shape.conv_width - 1) * FLOAT
         row = bytes_of_decode(model, 2, 7) - bytes_of_decode(model, 1, 7)
         pages = 7 * sum(of_position(model, layer) for layer in model.spec.attention_layers)
-        assert row == len(shape.layers) * (state + state // WHOLE_EVERY) + pages
+        assert row == len(shape.layers) * (2 * inputs + matrices + matrices // WHOLE_EVERY) + pages
 
 
 def test_inputs_of_short_convolutions_are_read_and_written(tmp_path: Path) -> None:

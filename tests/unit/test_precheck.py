@@ -247,12 +247,26 @@ def test_snapshots_that_no_memory_could_hold(folder: Path) -> None:
     config = {**SHAPES["qwen3.6-27b"], "num_hidden_layers": 4, "vocab_size": 2048}
     (folder / "config.json").write_text(json.dumps(config))
     options = EngineOptions(load_format="dummy", state_snapshots=10**8)
+    inputs = 10**8 * 3 * 10_240 * 3 * 2  # of convolutions, in bfloat16
     num_bytes = 10**8 * 3 * 48 * 128 * 128 * 4
-    for dtype, needed in ((None, num_bytes), ("float16", num_bytes // 2)):
+    for dtype, needed in ((None, num_bytes + inputs), ("float16", num_bytes // 2 + inputs)):
         message = f"^state_snapshots=100000000, of .* {needed:,} bytes, and this process"
         with pytest.raises(ConfigError, match=message):
             checked_spec(replace(options, state_dtype=dtype), folder, "cpu")
     checked_spec(replace(options, cache="naive"), folder, "cpu")
+
+
+def test_states_that_are_only_inputs_of_convolutions(folder: Path) -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 1024, "intermediate_size": 96, "num_hidden_layers": 2}
+    config: dict[str, Any] = {**sizes, "num_attention_heads": 8, "dtype": "float32"}
+    config |= {"architectures": ["Lfm2ForCausalLM"], "layer_types": ["conv", "full_attention"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    options = EngineOptions(load_format="dummy")
+    with pytest.raises(ConfigError, match=r"^option state_dtype: .* of Lfm2ForCausalLM are inputs"):
+        checked_spec(replace(options, state_dtype="bfloat16"), folder, "cpu")
+    needed = 10**9 * 1024 * 2 * 4
+    with pytest.raises(ConfigError, match=f"state_snapshots=1000000000, of .* {needed:,} bytes"):
+        checked_spec(replace(options, state_snapshots=10**9), folder, "cpu")
 
 
 @pytest.mark.parametrize("of_model", ["float32", "float16"])

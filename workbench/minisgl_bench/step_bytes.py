@@ -2,9 +2,9 @@
 
 Weights count once. Of the experts those count that a step's tokens choose if all are equally
 likely, as they are with random weights. Keys and values count as far as a layer's window sees.
-Recurrent states are read in each step, and need be written only after every ``WHOLE_EVERY``-th
-token. Activations do not count, nor do the few rows of an
-embedding. Must not know kernels.
+Of recurrent states, inputs of convolutions are read and written in each step; matrices are read in
+each step, and written after every ``WHOLE_EVERY``-th token. Activations do not count, nor do the
+few rows of an embedding. Must not know kernels.
 """
 
 from __future__ import annotations
@@ -53,11 +53,9 @@ def _bytes_of_row(mixer: TokenMixer | None, num_seen: int) -> int:
     if isinstance(mixer, ParallelMixer):
         both = mixer.attention, mixer.recurrent
         return sum(_bytes_of_row(each, num_seen) for each in both)
-    if isinstance(mixer, ShortConv):
-        return 2 * mixer.states.conv[0].nbytes
-    if isinstance(mixer, (GatedDeltaNet, MambaMixer)):
-        num_bytes = mixer.states.conv[0].nbytes + mixer.states.matrices[0].nbytes
-        return num_bytes + num_bytes // WHOLE_EVERY
+    if isinstance(mixer, (GatedDeltaNet, MambaMixer, ShortConv)):
+        inputs, matrices = mixer.states.conv[0].nbytes, mixer.states.matrices[0].nbytes
+        return 2 * inputs + matrices + matrices // WHOLE_EVERY
     assert isinstance(mixer, (SelfAttention, LatentAttention))
     keys = mixer.kv.keys  # [num_pages + 1, page_size, num_kv_heads, head_dim]
     tensors = 1 if mixer.kv.has_latents else 2

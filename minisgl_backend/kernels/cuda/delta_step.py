@@ -1,6 +1,6 @@
 """Launches ``delta_step.cu``: a decode step of Gated DeltaNet for many rows, on Hopper.
 
-It writes a state only after every ``WHOLE_EVERY``-th token (``kernels.gated_delta``). A kernel is
+It writes a state only after every ``WHOLE_EVERY``-th token (``kernels.layer_states``). A kernel is
 for one number of heads and one type of states. Must not know which slot is whose.
 """
 

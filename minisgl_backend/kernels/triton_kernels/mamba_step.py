@@ -181,7 +181,7 @@ def _prepare(
     PP: tl.constexpr,
     N: tl.constexpr,
     NP: tl.constexpr,
-    PART: tl.constexpr,  # heads of a program, all of one group
+    PART_HEADS: tl.constexpr,  # heads of a program, all of one group
     WIDTH: tl.constexpr,
     BIAS: tl.constexpr,
     EVERY: tl.constexpr,
@@ -200,12 +200,13 @@ def _prepare(
             wait_previous()
         return
     SHARING: tl.constexpr = HEADS // GROUPS
-    h = tl.program_id(0) * PART + tl.arange(0, PART)
+    h = tl.program_id(0) * PART_HEADS + tl.arange(0, PART_HEADS)
     p, n, places = tl.arange(0, PP), tl.arange(0, NP), tl.arange(0, EVERY)
     in_h, in_n = h < SHARING, n < N
     in_x = in_h[:, None] & (p < P)[None, :]
     h += group * SHARING
     place = (tl.load(positions_ptr + row) % EVERY).to(tl.int32)
+    # the same for all heads of a row
     begin = tl.load(begins_ptr + slot * HEADS + group * SHARING, cache_modifier=".cg")
     is_pending = (places >= begin) & (places < place)
     of_group, of_heads = slot * GROUPS + group, slot * HEADS + h
@@ -216,13 +217,13 @@ def _prepare(
         cache_modifier=".cg",
     )
     of_values = of_heads[:, None] * (EVERY * P) + p[None, :]
-    values = tl.load(  # [EVERY, PART, PP]
+    values = tl.load(  # [EVERY, PART_HEADS, PP]
         values_ptr + of_values[None, :, :] + places[:, None, None] * P,
         mask=is_pending[:, None, None] & in_x[None, :, :],
         other=0.0,
         cache_modifier=".cg",
     )
-    decays = tl.load(  # [EVERY, PART]
+    decays = tl.load(  # [EVERY, PART_HEADS]
         decays_ptr + of_heads[None, :] * EVERY + places[:, None],
         mask=is_pending[:, None] & in_h[None, :],
         other=0.0,
@@ -458,7 +459,7 @@ def launch_mamba_step(
             *of_rows,
             *strides,
             PP=wide,
-            PART=part,
+            PART_HEADS=part,
             num_warps=4,
             **conv_and_step,
             **shape,

@@ -27,13 +27,10 @@ from minisgl_backend.attention.base import (
     PagedAttention,
     ScheduledDecode,
 )
+from minisgl_backend.attention.by_rows import DecodeByRows
 from minisgl_backend.attention.expanded import ExpandedPrefill
 from minisgl_backend.attention.flash_attn import FlashAttention
-from minisgl_backend.attention.latent_kernels import (
-    LatentDecode,
-    LatentDecodeByRows,
-    LatentPrefill,
-)
+from minisgl_backend.attention.latent_kernels import LatentDecode, LatentPrefill
 from minisgl_backend.attention.own_kernels import InvariantAttention, TritonDecode, TritonPrefill
 from minisgl_backend.attention.sdpa import SdpaAttention
 from minisgl_backend.errors import ConfigError
@@ -106,7 +103,7 @@ def test_latents_have_kernels_of_their_own(dtype: torch.dtype, name: str) -> Non
 
 @pytest.mark.parametrize("option", ["cuda", "fi", "trtllm", "fi,triton", "triton,cuda"])
 def test_other_kernels_take_no_latents(option: str) -> None:
-    with pytest.raises(ConfigError, match="has no kernels for the latents of this model"):
+    with pytest.raises(ConfigError, match="has no kernels for the latents of this model: take fa"):
         choice(option, shape=LATENTS, device=ACCELERATOR)
 
 
@@ -124,7 +121,7 @@ def test_flash_attention_over_latents() -> None:
     assert default.name == "fa,triton+fa"
     assert default.can_capture and default.captures_chunks
     assert isinstance(default.prefill, FlashAttention)
-    assert isinstance(default.decode, LatentDecodeByRows)
+    assert isinstance(default.decode, DecodeByRows)
     assert isinstance(default.expansion, ExpandedPrefill)
     in_float8 = choice(None, shape=shape, kv_dtype=torch.float8_e4m3fn, device=ACCELERATOR)
     assert in_float8.name == "triton" and isinstance(in_float8.expansion, ExpandedPrefill)
@@ -156,7 +153,7 @@ def test_few_rows_are_decoded_by_another_backend(num_rows: int, backend: str) ->
     chosen: list[str] = []
     numbers = torch.ones(num_rows, dtype=torch.int32)
     rows = DecodeRows(rows=numbers, lengths=numbers, page_table=torch.zeros(8, 1))
-    LatentDecodeByRows(Named("few"), Named("many")).plan_rows(rows)
+    DecodeByRows(Named("few"), Named("many"), 4).plan_rows(rows)
     assert chosen == [backend]
 
 

@@ -41,7 +41,7 @@ def test_expanded_latents_give_what_latents_give(
 ) -> None:
     """Queries that go into the space of latents, and results that come back from there."""
     bytes_of_position = 4 * HEADS * (2 * (NOPE + ROPE) + VALUE - ROPE)
-    monkeypatch.setattr(expanded, "_PIECE_BYTES", most * bytes_of_position)
+    monkeypatch.setattr(expanded, "_PREFIX_BYTES", most * bytes_of_position)
     monkeypatch.setattr(expanded, "pays", lambda *_: True)
     torch.manual_seed(0)
     setting = small_setting(fp8=fp8)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from minisgl_backend.attention.base import AttentionSetting
+from minisgl_backend.attention.base import AttentionSetting, Chunks
 from minisgl_backend.attention.choose import choose_attention
 from minisgl_backend.device.cpu import CpuDevice
 from minisgl_backend.execution.executor import ModelExecutor
@@ -338,3 +338,24 @@ def test_dummy_steps_have_chunks_beside_each_power_of_two_of_decoding_rows(
     executor.device.submit(WarmUp(stages, layers).all_kinds).result()
 
     assert set(num_decodes) >= {1, 2, 4, 8}
+
+
+def test_dummy_steps_expand_latents_before_a_chunk(
+    executor: ModelExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the largest step, a chunk leaves room for as many positions as are expanded at a time."""
+
+    class Expansion:
+        most_positions = 12
+
+        def plan_chunks(self, chunks: Chunks) -> None:
+            assert chunks.host_ends is not None and chunks.host_offsets is not None
+            starts.append((chunks.host_ends - np.diff(chunks.host_offsets)).tolist())
+
+    starts: list[list[int]] = []
+    stages = executor.stages
+    stages.attention = replace(stages.attention, expansion=Expansion())
+    monkeypatch.setattr(stages.forward, "_attention", stages.attention)
+    warm_up = WarmUp(stages, stages.forward.over_batch)
+    executor.device.submit(warm_up.largest).result()
+    assert [of_step[0] for of_step in starts] == [0, 12]

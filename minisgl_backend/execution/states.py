@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -53,17 +54,16 @@ class StateStorage:
         matrices = (*slots, *shape.matrices)
         self._conv = torch.zeros(conv, dtype=dtype, device=device)
         self._matrices = torch.zeros(matrices, dtype=state_dtype, device=device)
-        self.layers: Sequence[LayerStates] = [
-            LayerStates(*states, PendingUpdates.none(num_rows + 1, *shape.updates, device))
-            for states in zip(self._conv.unbind(1), self._matrices.unbind(1), strict=True)
-        ]
+        make: Callable[..., LayerStates] = LayerStates
         if isinstance(shape, DeltaSpec):
             readers = torch.zeros(
                 (num_slots, shape.num_key_heads), dtype=torch.int32, device=device
             )
-            self.layers = [
-                DeltaStates(each.conv, each.matrices, each.pending, readers) for each in self.layers
-            ]
+            make = partial(DeltaStates, readers=readers)
+        self.layers: Sequence[LayerStates] = [
+            make(*states, PendingUpdates.none(num_rows + 1, *shape.updates, device))
+            for states in zip(self._conv.unbind(1), self._matrices.unbind(1), strict=True)
+        ]
 
     def keep(self, rows: IntArray, snapshots: IntArray) -> None:
         """Copy the present states of rows to snapshots; both int32[num_kept]."""

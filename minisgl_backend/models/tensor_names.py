@@ -204,23 +204,24 @@ class TensorNames:
         is what other names there have in place of ``model.``; None if that is not known."""
         module, _, kind = name.rpartition(".")
         name = f"{self.merged_module(module)}.{kind}"
-        outer = "" if prefix is None else f"{prefix.partition('.')[0]}."
-        restored: set[str] = set()
-        if prefix is not None and name.startswith("model."):
-            name = prefix + name.removeprefix("model.")
-            restored.add("model.")
+        if prefix is None:
+            prefix = next((theirs for theirs, ours in self.renamed if ours == "model."), "model.")
+        outer = f"{prefix.partition('.')[0]}."
+        restored = {"model."}  # at the end
         own = name  # what one pair restores may look like what another replaces
         for theirs, ours in self.renamed:
             if ours in restored:
                 continue
             if theirs.startswith("."):
                 is_there = ours in own
+            elif ours.startswith("model."):
+                is_there = own.startswith(ours)
             else:  # what stands before the head depends on what stands before the layers
-                is_there = name.startswith(ours) and theirs.startswith(outer)
+                is_there = own.startswith(ours) and theirs.startswith(outer)
             if is_there:
                 name = name.replace(ours, theirs, 1)
                 restored.add(ours)
-        return name
+        return prefix + name.removeprefix("model.") if name.startswith("model.") else name
 
     def merged_module(self, module: str) -> str:
         """The module whose tensors hold those of the decoder's ``module``, mostly itself."""

@@ -177,6 +177,7 @@ def _as_spelled(
             for name, header in headers.items()
             if name.startswith("model.")
             and header.stored.name.endswith(end := name.removeprefix("model."))
+            and header.stored.name.removesuffix(end)[-1:] in ("", ".")
         ),
         None,
     )

@@ -114,7 +114,7 @@ def open_adapter(
         if not parts or not parts.keys() <= projections.keys():
             raise ConfigError(
                 f"{a} of the adapter is not supported: the model takes adapters only for "
-                f"{', '.join(_kinds(projections))} of its layers"
+                f"{', '.join(_kinds(projections, names))} of its layers"
             )
         rank, first = config.rank_of(module), projections[next(iter(parts))]
         if rank > max_rank:
@@ -202,8 +202,10 @@ def _why_not(name: str) -> str:
     return ""
 
 
-def _kinds(projections: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys(name.rpartition(".")[2] for name in projections))
+def _kinds(projections: Iterable[str], names: TensorNames) -> list[str]:
+    """The names of the modules in the checkpoint, without those of their layers."""
+    theirs = (names.in_checkpoint(f"{name}.weight", "model.") for name in projections)
+    return list(dict.fromkeys(name.split(".")[-2] for name in theirs))
 
 
 def _check_header(name: str, header: TensorHeader, shape: tuple[int, int]) -> None:

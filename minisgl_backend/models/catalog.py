@@ -327,6 +327,7 @@ ARCHITECTURES: Final[Mapping[str, Callable[[ConfigReader], ModelSpec]]] = Mappin
         "Lfm2VlForConditionalGeneration": read_lfm2_vl,
         "AyaVisionForConditionalGeneration": read_aya_vision,
         "Cohere2VisionForConditionalGeneration": read_cohere2_vision,
+        "Qwen2_5OmniModel": read_qwen2_5_omni,
         "Qwen2_5OmniForConditionalGeneration": read_qwen2_5_omni,
         "Qwen3OmniMoeForConditionalGeneration": read_qwen3_omni,
     }

@@ -39,8 +39,8 @@ _RECURRENT: Final[Mapping[type[RecurrentSpec], tuple[str, _MakeRecurrent]]] = Ma
 """The name in the checkpoint of each kind of recurrent layers, and their module."""
 
 
-class DecoderLayer(nn.Module):
-    """Token mixing and feed-forward, each on the normalized residual stream and added to it."""
+class _TwoPartLayer(nn.Module):
+    """Token mixing and feed-forward, behind a norm of the layer's input."""
 
     def __init__(
         self,
@@ -54,10 +54,7 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = residual_norm(spec)
         self._mixer_name, mixer = _token_mixer(spec, layer, group, matrices)
         self.add_module(self._mixer_name, mixer)
-        self.post_attention_layernorm = residual_norm(spec)
         self.mlp = _feed_forward(spec, layer, group, matrices, experts)
-        self.input_layernorm.rounding = self.mixer.rounding
-        self.post_attention_layernorm.rounding = self.mlp.rounding
 
     @property
     def first_norm(self) -> RMSNorm | None:
@@ -68,6 +65,23 @@ class DecoderLayer(nn.Module):
     def mixer(self) -> TokenMixer:
         """The token mixing, whose module is named as in the checkpoint."""
         return cast(TokenMixer, getattr(self, self._mixer_name))
+
+
+class DecoderLayer(_TwoPartLayer):
+    """Token mixing and feed-forward, each on the normalized residual stream and added to it."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        layer: int,
+        group: Group,
+        matrices: Matrices,
+        experts: MakeExperts,
+    ):
+        super().__init__(spec, layer, group, matrices, experts)
+        self.post_attention_layernorm = residual_norm(spec)
+        self.input_layernorm.rounding = self.mixer.rounding
+        self.post_attention_layernorm.rounding = self.mlp.rounding
 
     def forward(
         self, residual: Tensor, x: Normed, next_norm: RMSNorm | None, step: StepContext
@@ -181,9 +195,11 @@ class PostNormLayer(nn.Module):
         return residual, x
 
 
-class ParallelLayer(nn.Module):
+class ParallelLayer(_TwoPartLayer):
     """A layer whose parts read the same norm of the residual stream, and are both added to it
     (Command). The ranks' sum of both is one."""
+
+    self_attn: SelfAttention
 
     def __init__(
         self,
@@ -193,20 +209,9 @@ class ParallelLayer(nn.Module):
         matrices: Matrices,
         experts: MakeExperts,
     ):
-        super().__init__()
-        self.input_layernorm = residual_norm(spec)
-        self.self_attn = SelfAttention(spec, layer, group, matrices)
-        self.mlp = _feed_forward(spec, layer, group, matrices, experts)
+        super().__init__(spec, layer, group, matrices, experts)
+        assert isinstance(self.mixer, SelfAttention)  # others add their output themselves
         self._group = group
-
-    @property
-    def mixer(self) -> TokenMixer:
-        return self.self_attn
-
-    @property
-    def first_norm(self) -> RMSNorm | None:
-        """The norm of the layer's input."""
-        return self.input_layernorm
 
     def forward(
         self, residual: Tensor, x: Normed, next_norm: RMSNorm | None, step: StepContext
@@ -221,7 +226,6 @@ class ParallelLayer(nn.Module):
 
 def residual_norm(spec: ModelSpec, scale: float = 1.0) -> RMSNorm:
     """A norm of the residual stream as ``Decoder`` keeps it; ``scale`` multiplies its weight."""
-    assert spec.parallel_parts or not spec.centered_norms  # other layers leave norms to readers
     return RMSNorm(
         spec.hidden_size,
         spec.stream_eps,

@@ -444,6 +444,11 @@ class ModelSpec:
     eos_token_ids: frozenset[int] = field(default_factory=frozenset)
 
     def __post_init__(self) -> None:
+        if self.centered_norms and not self.parallel_parts:
+            raise ConfigError(
+                "norms that subtract the mean are supported only if both parts of a layer read the "
+                "same one"
+            )
         layers = [
             (self.rope_of(layer), self.kv_heads_of(layer), self.rotary_head_dim(layer))
             for layer in range(self.num_layers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -32,12 +33,17 @@ def merged(model: Any, folder: Path) -> Any:
     return copied
 
 
-def write_adapter_of(model: Any, folder: Path, *, rank: int, targets: Sequence[str]) -> Path:
-    """A random adapter, with the names that the modules have in transformers."""
+def write_adapter_of(model: Any, folder: Path, *, rank: int, targets: Sequence[str] | str) -> Path:
+    """A random adapter, with the names that the modules have in transformers. ``targets`` are last
+    parts of these names, or a pattern of whole names."""
     generator = torch.Generator().manual_seed(rank)
     tensors = {}
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and name.rpartition(".")[2] in targets:
+        if isinstance(targets, str):
+            is_target = re.fullmatch(targets, name) is not None
+        else:
+            is_target = name.rpartition(".")[2] in targets
+        if isinstance(module, nn.Linear) and is_target:
             outs, ins = module.weight.shape
             a = torch.randn(rank, ins, generator=generator) * ins**-0.5
             b = torch.randn(outs, rank, generator=generator) * (rank**-0.5 / 2)
@@ -45,6 +51,7 @@ def write_adapter_of(model: Any, folder: Path, *, rank: int, targets: Sequence[s
             tensors[f"base_model.model.{name}.lora_B.weight"] = b
     folder.mkdir()
     save_file(tensors, folder / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": list(targets)}
+    modules = targets if isinstance(targets, str) else list(targets)
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": modules}
     (folder / "adapter_config.json").write_text(json.dumps(config))
     return folder

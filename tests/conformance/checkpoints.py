@@ -823,7 +823,7 @@ def class_of(architecture: str) -> Any:
     if architecture == "KimiK25ForConditionalGeneration":
         return type(architecture, (_newer("Kimi_K25ForConditionalGeneration"),), {})
     if "Omni" in architecture:
-        whole = _newer(architecture)
+        whole = _newer(architecture.replace("OmniModel", "OmniForConditionalGeneration"))
         return type(architecture, (whole,), {"forward": _think, "generate": _answer})
     if config := _AS_LLAMA.get(architecture):
         return type(architecture, (LlamaForCausalLM,), {"config_class": _newer(config)})
@@ -988,7 +988,7 @@ def _seeing(name: str, kind: str, **text: Any) -> PreTrainedModel:
     return cast(PreTrainedModel, _newer(f"{name}ForConditionalGeneration")(config))
 
 
-def _omni(name: str, **text: Any) -> Any:
+def _omni(name: str, spelled: str = "ForConditionalGeneration", **text: Any) -> Any:
     """A model that sees and hears, without what would speak."""
     vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2}
     audio = {"d_model": 32, "encoder_layers": 1, "encoder_attention_heads": 2}
@@ -998,7 +998,7 @@ def _omni(name: str, **text: Any) -> Any:
         "audio_config": {**audio, "encoder_ffn_dim": 48, "output_dim": 64},
         "vision_start_token_id": VOCAB_SIZE,  # in no prompt
     }
-    model = class_of(f"{name}ForConditionalGeneration")
+    model = class_of(f"{name}{spelled}")
     return model(model.config_class(thinker_config=thinker, enable_audio_output=False))
 
 
@@ -1343,6 +1343,7 @@ CASES: Final[Mapping[str, Callable[[], PreTrainedModel]]] = MappingProxyType(
         "idefics3": lambda: _seeing("Idefics3", "llama"),
         "smolvlm": lambda: _seeing("SmolVLM", "llama", rope_parameters=dict(_LLAMA3)),
         "qwen2.5-omni": lambda: _omni("Qwen2_5Omni"),
+        "qwen2.5-omni-published": lambda: _omni("Qwen2_5Omni", "Model"),
         "qwen3-omni": lambda: _omni(
             "Qwen3OmniMoe", moe_intermediate_size=48, num_experts=8, num_experts_per_tok=3
         ),

@@ -183,11 +183,13 @@ def test_adapters_over_quantized_weights(case: str, tmp_path: Path) -> None:
         ("nemotron-h-experts", ("q_proj", "up_proj", "down_proj")),
         ("cohere2", ("q_proj", "v_proj", "o_proj", "gate_proj", "down_proj")),
         ("lfm2", ("q_proj", "k_proj", "v_proj", "w1", "w2", "w3")),
+        ("lfm2", r".*\.(self_attn\.out_proj|w2)"),
+        ("lfm3", ("q_proj", "g_proj", "o_proj", "w1")),
         ("granite-hybrid-dense", ("k_proj", "o_proj", "input_linear", "output_linear")),
     ],
 )
 def test_adapters_may_have_the_names_of_the_checkpoint(
-    case: str, targets: tuple[str, ...], tmp_path: Path
+    case: str, targets: tuple[str, ...] | str, tmp_path: Path
 ) -> None:
     """One name may stand for several projections, or belong to the text part of a larger model."""
     theirs = write_checkpoint(case, tmp_path)

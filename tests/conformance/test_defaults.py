@@ -11,6 +11,7 @@ import transformers
 
 from minisgl_backend.models.catalog import ARCHITECTURES
 from minisgl_backend.models.config_json import ConfigReader
+from minisgl_backend.models.families.multimodal import _DECODERS, _SIZES
 from minisgl_backend.models.spec import ModelSpec
 
 _ALWAYS_GIVEN: Final = frozenset(
@@ -24,7 +25,7 @@ _NO_DEFAULT: Final = frozenset(
 fit none."""
 
 
-@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if "Conditional" not in name])
+@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name.endswith("ForCausalLM")])
 def test_keys_that_are_left_out(name: str) -> None:
     config_class = _config_class(name)
     of_v2 = {"num_experts_per_tok": 6} if name == "DeepseekV2ForCausalLM" else {}
@@ -36,6 +37,27 @@ def test_keys_that_are_left_out(name: str) -> None:
         rest = {other: value for other, value in given.items() if other != key}
         filled = config_class(**copy.deepcopy(rest)).to_dict()
         assert _read(name, rest) == _read(name, filled), key
+
+
+@pytest.mark.parametrize("kind", _DECODERS)
+def test_keys_that_a_text_part_leaves_out(kind: str) -> None:
+    """Its config has only what differs from the defaults of its class, sizes included."""
+    if kind not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {kind}")
+    config_class: Any = transformers.CONFIG_MAPPING[kind]
+    plain = config_class()
+    assert _SIZES[kind] == {key: getattr(plain, key) for key in _SIZES[kind]}
+    some: list[dict[str, Any]] = [{}, {"num_attention_heads": 64}, {"num_hidden_layers": 8}]
+    for given in some:
+        filled = config_class(**given).to_dict()
+        assert _read_text(kind, given) == _read_text(kind, filled), given
+
+
+def _read_text(kind: str, text: dict[str, Any]) -> ModelSpec:
+    """The text part of a model that sees."""
+    same = {"dtype": "bfloat16", "tie_word_embeddings": True}
+    seeing = {"text_config": {**text, **same, "model_type": kind}, **same}
+    return _read("LlavaForConditionalGeneration", seeing)
 
 
 def _config_class(name: str) -> Any:

@@ -1786,7 +1786,7 @@ CONFIGS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
             "vision_config": {"model_type": "smolvlm_vision", **_VISION},
         },
         "qwen2.5-omni": {
-            "architectures": ["Qwen2_5OmniForConditionalGeneration"],
+            "architectures": ["Qwen2_5OmniModel"],
             "model_type": "qwen2_5_omni",
             "enable_audio_output": False,
             "thinker_config": {

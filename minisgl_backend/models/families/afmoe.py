@@ -12,7 +12,7 @@ from minisgl_backend.models.common_fields import common_fields
 from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.families.fields import (
     ATTENTION_KINDS,
-    check_always,
+    check_supported,
     kinds_by_pattern,
     shared_experts,
     windows_by_kind,
@@ -20,7 +20,7 @@ from minisgl_backend.models.families.fields import (
 from minisgl_backend.models.spec import MOST_EXPERTS, MOST_WIDTH, ModelSpec, MoeSpec
 from minisgl_backend.models.tensor_names import TensorNames
 
-_ALWAYS: Final[Mapping[str, object]] = MappingProxyType(
+_SUPPORTED: Final[Mapping[str, object]] = MappingProxyType(
     {
         "attention_bias": False,
         "n_group": 1,
@@ -31,13 +31,13 @@ _ALWAYS: Final[Mapping[str, object]] = MappingProxyType(
         "topk_group": 1,
     }
 )
-"""What is always so, though config.json has a key for it."""
+"""The only supported values of these keys."""
 
 
 def read_afmoe(config: ConfigReader) -> ModelSpec:
     """``AfmoeForCausalLM``, Trinity: only the layers with windows rotate, and all but the first
     have experts. Transformers rounds their routers' logits to 16 bits if the model has 16."""
-    check_always(config, _ALWAYS)
+    check_supported(config, _SUPPORTED)
     config = config.with_defaults(rms_norm_eps=1e-5, head_dim=128, max_position_embeddings=2**14)
     fields = common_fields(config)
     num_layers, rope = fields["num_layers"], fields["rope"]

@@ -12,13 +12,13 @@ from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.families.fields import (
     ATTENTION_KINDS,
     attention_biases,
-    check_always,
+    check_supported,
     kinds_by_pattern,
     windows_by_kind,
 )
-from minisgl_backend.models.spec import ModelSpec
+from minisgl_backend.models.spec import MOST_POSITIONS, ModelSpec
 
-_ALWAYS: Final[Mapping[str, object]] = MappingProxyType(
+_SUPPORTED: Final[Mapping[str, object]] = MappingProxyType(
     {
         "position_embedding_type": "rope_gptj",
         "rotary_pct": 1.0,
@@ -27,7 +27,7 @@ _ALWAYS: Final[Mapping[str, object]] = MappingProxyType(
         "use_qk_norm": False,
     }
 )
-"""What is always so, though config.json may have a key for it."""
+"""The only supported values of these keys."""
 
 
 def read_cohere(config: ConfigReader) -> ModelSpec:
@@ -51,10 +51,15 @@ def read_cohere2(config: ConfigReader) -> ModelSpec:
 
 
 def _command_fields(config: ConfigReader) -> dict[str, Any]:
-    """The fields that both have in common."""
-    check_always(config, _ALWAYS)
-    config = config.with_defaults(
-        max_position_embeddings=8192,
+    """The fields that both have in common. The first Command R has its context in
+    ``model_max_length``, which then is the larger number."""
+    check_supported(config, _SUPPORTED)
+    positions = config.integer("max_position_embeddings", 8192, maximum=MOST_POSITIONS)
+    config = config.with_values(
+        max_position_embeddings=max(
+            positions, config.integer("model_max_length", positions, maximum=MOST_POSITIONS)
+        )
+    ).with_defaults(
         rms_norm_eps=config.number("layer_norm_eps", 1e-5),
         tie_word_embeddings=True,
     )

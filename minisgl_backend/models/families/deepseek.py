@@ -12,7 +12,7 @@ from minisgl_backend.experts_spec import ExpertsSpec, RoutingRule
 from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.families.deepseek_experts import deepseek_experts, drafting_layers
 from minisgl_backend.models.families.fields import (
-    check_always,
+    check_supported,
     layers_with_experts,
     shared_experts,
     text_config,
@@ -25,7 +25,7 @@ from minisgl_backend.models.tensor_names import TensorNames
 _OF_V3: Final[Mapping[str, object]] = MappingProxyType(
     {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
 )
-"""What is always so, though config.json has a key for it."""
+"""The only supported values of these keys."""
 _OF_V2: Final[Mapping[str, object]] = MappingProxyType(
     {"scoring_func": "softmax", "norm_topk_prob": False, "moe_layer_freq": 1, "mlp_bias": False}
     | {"rope_interleave": True}
@@ -43,7 +43,7 @@ _BLOCKS_OF_KIMI: Final = (
 def read_deepseek_v3(config: ConfigReader) -> ModelSpec:
     """``DeepseekV3ForCausalLM``: DeepSeek-V3, V3.1 and R1, Kimi-K2, Moonlight. All but the first
     layers have experts by a router of corrected sigmoids, in groups."""
-    check_always(config, _OF_V3)
+    check_supported(config, _OF_V3)
     config = config.with_defaults(
         max_position_embeddings=4096,
         moe_intermediate_size=2048,
@@ -83,7 +83,7 @@ def read_kimi_k25(config: ConfigReader) -> ModelSpec:
 def read_glm4_moe_lite(config: ConfigReader) -> ModelSpec:
     """``Glm4MoeLiteForCausalLM``, GLM-4.7-Flash: DeepSeek-V3 with experts in all layers but the
     first."""
-    check_always(config, _OF_V3)
+    check_supported(config, _OF_V3)
     config = config.with_defaults(
         max_position_embeddings=202_752,
         moe_intermediate_size=1536,
@@ -99,7 +99,7 @@ def read_glm4_moe_lite(config: ConfigReader) -> ModelSpec:
     num_layers = fields["num_layers"]
     layers = layers_with_experts(config, num_layers, dense=1)
     if "mlp_layer_types" not in config.values:  # transformers does not read the other key
-        check_always(config, {"first_k_dense_replace": 1})
+        check_supported(config, {"first_k_dense_replace": 1})
     moe = replace(deepseek_experts(config, num_layers, first=1), layers=layers)
     return ModelSpec(
         architecture="Glm4MoeLiteForCausalLM",
@@ -112,7 +112,7 @@ def read_glm4_moe_lite(config: ConfigReader) -> ModelSpec:
 def read_deepseek_v2(config: ConfigReader) -> ModelSpec:
     """``DeepseekV2ForCausalLM``: DeepSeek-V2, V2-Lite, Coder-V2. Experts are picked by a softmax,
     perhaps only from the groups with the best experts."""
-    check_always(config, _OF_V2)
+    check_supported(config, _OF_V2)
     config = config.with_defaults(
         max_position_embeddings=2048, q_lora_rank=1536, qk_nope_head_dim=128, v_head_dim=128
     )

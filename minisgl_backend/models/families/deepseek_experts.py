@@ -12,7 +12,7 @@ from minisgl_backend.models.common_fields import common_fields
 from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.families.fields import (
     ATTENTION_KINDS,
-    check_always,
+    check_supported,
     layers_with_experts,
     qk_normed_fields,
     read_window,
@@ -53,7 +53,7 @@ def read_glm4_moe(config: ConfigReader) -> ModelSpec:
 
 def read_solar_open(config: ConfigReader) -> ModelSpec:
     """``SolarOpenForCausalLM``, Solar Open: Llama's attention, and experts in every layer."""
-    check_always(config, {"first_k_dense_replace": 0, "use_qk_norm": False})
+    check_supported(config, {"first_k_dense_replace": 0, "use_qk_norm": False})
     inner = config.integer("moe_intermediate_size", 1280, maximum=MOST_WIDTH)
     config = config.with_defaults(
         rms_norm_eps=1e-5,
@@ -97,7 +97,7 @@ _OF_MINIMAX_M2: Final[Mapping[str, object]] = MappingProxyType(
         "use_qk_norm": True,
     }
 )
-"""What is always so, though config.json has a key for it."""
+"""The only supported values of these keys."""
 _OF_HY_V3: Final[Mapping[str, object]] = MappingProxyType(
     {
         "mlp_bias": False,
@@ -120,7 +120,7 @@ def read_minimax_m2(config: ConfigReader) -> ModelSpec:
         head_dim = config.integer("head_dim", maximum=MOST_HEADS)
         rotated = config.integer("rotary_dim", maximum=head_dim) / head_dim
         config = config.with_defaults(partial_rotary_factor=rotated)
-    check_always(config, _OF_MINIMAX_M2)
+    check_supported(config, _OF_MINIMAX_M2)
     if set(kinds := config.integers("attn_type_list")) - {1}:
         raise config.error("attn_type_list", "1 for each layer", kinds)
     fields = common_fields(config, partial=True)
@@ -150,9 +150,9 @@ def read_minimax_m2(config: ConfigReader) -> ModelSpec:
 def read_hy_v3(config: ConfigReader) -> ModelSpec:
     """``HYV3ForCausalLM``, Hy3: Qwen3's attention, and experts by DeepSeek's router without groups
     in all layers but the first. Published files name no dtype; their weights are in bfloat16."""
-    check_always(config, _OF_HY_V3)
+    check_supported(config, _OF_HY_V3)
     inner = config.integer("moe_intermediate_size", 1536, maximum=MOST_WIDTH)
-    check_always(config, {"expert_hidden_dim": inner})
+    check_supported(config, {"expert_hidden_dim": inner})
     config = config.with_defaults(
         torch_dtype="bfloat16",
         rms_norm_eps=1e-5,
@@ -165,7 +165,7 @@ def read_hy_v3(config: ConfigReader) -> ModelSpec:
     num_layers = fields["num_layers"]
     layers = layers_with_experts(config, num_layers, dense=1)
     if "mlp_layer_types" not in config.values:  # transformers does not read the other key
-        check_always(config, {"first_k_dense_replace": 1})
+        check_supported(config, {"first_k_dense_replace": 1})
     num_experts = config.integer("num_local_experts", 192, maximum=MOST_EXPERTS)
     rule = RoutingRule(
         num_experts=config.integer("num_experts", num_experts, maximum=MOST_EXPERTS),

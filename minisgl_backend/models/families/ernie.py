@@ -11,14 +11,15 @@ from typing import Any, Final
 from minisgl_backend.experts_spec import ExpertsSpec, RoutingRule, SharedExpert
 from minisgl_backend.models.common_fields import common_fields
 from minisgl_backend.models.config_json import ConfigReader
-from minisgl_backend.models.families.fields import check_always
+from minisgl_backend.models.families.fields import check_supported
 from minisgl_backend.models.spec import MOST_EXPERTS, MOST_LAYERS, MOST_WIDTH, ModelSpec, MoeSpec
 from minisgl_backend.models.tensor_names import TensorNames
 
-_ALWAYS_OF_EXPERTS: Final[Mapping[str, object]] = MappingProxyType(
+_SUPPORTED_OF_EXPERTS: Final[Mapping[str, object]] = MappingProxyType(
     {"use_bias": False, "moe_norm_min": 1e-12}
 )
-"""What is always so. The latter is the least sum of scores by which weights are divided."""
+"""The only supported values of these keys. The latter is the least sum of scores by which weights
+are divided."""
 
 
 def read_ernie4_5(config: ConfigReader) -> ModelSpec:
@@ -37,7 +38,7 @@ def read_ernie4_5(config: ConfigReader) -> ModelSpec:
 def read_ernie4_5_moe(config: ConfigReader) -> ModelSpec:
     """``Ernie4_5_MoeForCausalLM``: experts by a corrected softmax in all but some layers, and
     shared experts, which are merged into a single wide one."""
-    check_always(config, _ALWAYS_OF_EXPERTS)
+    check_supported(config, _SUPPORTED_OF_EXPERTS)
     fields = _ernie_fields(config.with_defaults(num_key_value_heads=4))
     correction = ".mlp.gate.e_score_correction_bias"
     names = TensorNames(

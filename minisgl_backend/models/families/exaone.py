@@ -10,7 +10,7 @@ from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.families.deepseek_experts import deepseek_experts
 from minisgl_backend.models.families.fields import (
     ATTENTION_KINDS,
-    check_always,
+    check_supported,
     kinds_by_pattern,
     layers_with_experts,
     text_config,
@@ -40,13 +40,13 @@ def read_exaone4_5(config: ConfigReader) -> ModelSpec:
 def read_exaone_moe(config: ConfigReader) -> ModelSpec:
     """``ExaoneMoeForCausalLM``, K-EXAONE, also spelled ``ExaoneMoEForCausalLM``: inputs are
     normalized as usual, and all layers but the first have experts by DeepSeek's router."""
-    check_always(config, {"scoring_func": "sigmoid", "topk_method": "noaux_tc"})
+    check_supported(config, {"scoring_func": "sigmoid", "topk_method": "noaux_tc"})
     fields = _exaone_fields(config)
     num_layers = fields["num_layers"]
     dense = config.integer("first_k_dense_replace", 1, minimum=0)
     layers = layers_with_experts(config, num_layers, dense=dense)
     # the publisher's own list, which transformers does not read
-    check_always(config, {"is_moe_layer": [layer in layers for layer in range(num_layers)]})
+    check_supported(config, {"is_moe_layer": [layer in layers for layer in range(num_layers)]})
     spelled = config.with_defaults(
         moe_intermediate_size=1024, routed_scaling_factor=2.5
     ).with_values(

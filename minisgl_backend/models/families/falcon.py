@@ -6,7 +6,7 @@ from typing import Final
 
 from minisgl_backend.models.common_fields import common_fields
 from minisgl_backend.models.config_json import ConfigReader
-from minisgl_backend.models.families.fields import check_always
+from minisgl_backend.models.families.fields import check_supported
 from minisgl_backend.models.families.mamba import RENAMED, merged_parts, read_mamba
 from minisgl_backend.models.spec import MOST_WIDTH, ModelSpec
 from minisgl_backend.models.tensor_names import TensorNames
@@ -18,7 +18,7 @@ _NO_BIASES: Final = ("attention_bias", "mamba_proj_bias", "mlp_bias", "projector
 def read_falcon_h1(config: ConfigReader) -> ModelSpec:
     """``FalconH1ForCausalLM``: each layer adds attention and Mamba 2 of the same input. Multipliers
     of inputs and outputs of projections are multiplied into their weights."""
-    check_always(config, dict.fromkeys(_NO_BIASES, False))
+    check_supported(config, dict.fromkeys(_NO_BIASES, False))
     config = config.with_defaults(
         hidden_size=4096,
         intermediate_size=14_336,
@@ -32,7 +32,7 @@ def read_falcon_h1(config: ConfigReader) -> ModelSpec:
     fields = common_fields(config)
     has_norm = config.flag("mamba_rms_norm")
     if has_norm:
-        check_always(config, {"mamba_norm_before_gate": False})
+        check_supported(config, {"mamba_norm_before_gate": False})
         if "mamba_norm_before_gate" not in config.values:  # true by default
             raise config.error("mamba_norm_before_gate", "false, as mamba_rms_norm is true", None)
     inner = None

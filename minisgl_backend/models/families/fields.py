@@ -59,10 +59,10 @@ def text_part(spec: ModelSpec, architecture: str) -> ModelSpec:
     return replace(spec, architecture=architecture, names=names)
 
 
-def check_always(config: ConfigReader, always: Mapping[str, object]) -> None:
-    """Raise ``ConfigError`` if config.json says otherwise about what is always so; keys may be
-    absent."""
-    for key, only in always.items():
+def check_supported(config: ConfigReader, supported: Mapping[str, object]) -> None:
+    """Raise ``ConfigError`` if a key has another value than the only one that is ``supported``;
+    keys may be absent."""
+    for key, only in supported.items():
         if (given := config.values.get(key, only)) != only:
             raise ConfigError(f"{config.where}: {key} {given!r} is not supported, only {only!r}")
 
@@ -165,7 +165,9 @@ def read_ropes_by_kind(
     return by_kind, read(config.with_values(rope_parameters=by_kind.get("full_attention", {})))
 
 
-def set_kinds(fields: dict[str, Any], kinds: Sequence[str], window: int, local: RopeSpec) -> None:
+def set_kinds(
+    fields: dict[str, Any], kinds: Sequence[str], window: int | None, local: RopeSpec
+) -> None:
     """Give the layers that slide their window and the rotation ``local``."""
     rope = fields["rope"]
     fields["windows"] = windows_by_kind(kinds, window)

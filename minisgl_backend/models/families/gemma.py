@@ -15,7 +15,7 @@ from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.families.fields import (
     ATTENTION_KINDS,
     attention_biases,
-    check_always,
+    check_supported,
     kinds_by_pattern,
     read_ropes_by_kind,
     set_kinds,
@@ -38,7 +38,7 @@ from minisgl_backend.models.tensor_names import TensorNames
 def read_gemma(config: ConfigReader) -> ModelSpec:
     """``GemmaForCausalLM``, the first Gemma: Llama with gates of GELU, also if config.json calls
     the exact one."""
-    check_always(config, {"use_bidirectional_attention": False})
+    check_supported(config, {"use_bidirectional_attention": False})
     for key in ("hidden_act", "hidden_activation"):
         if (given := config.word(key, "gelu")) not in ("gelu", "gelu_pytorch_tanh"):
             raise config.error(key, "'gelu' or 'gelu_pytorch_tanh'", given)

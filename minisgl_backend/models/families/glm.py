@@ -10,7 +10,7 @@ from typing import Any, Final
 from minisgl_backend.models.common_fields import common_fields
 from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.families.deepseek_experts import read_glm4_moe
-from minisgl_backend.models.families.fields import check_always, text_of_vl, text_part
+from minisgl_backend.models.families.fields import check_supported, text_of_vl, text_part
 from minisgl_backend.models.spec import ModelSpec
 from minisgl_backend.models.tensor_names import TensorNames
 
@@ -59,7 +59,7 @@ def read_glm46v(config: ConfigReader) -> ModelSpec:
 
 
 def _dense_text(text: ConfigReader) -> ModelSpec:
-    check_always(text, {"attention_bias": True})
+    check_supported(text, {"attention_bias": True})
     head_dim = text.integer("hidden_size") // max(1, text.integer("num_attention_heads"))
     return read_glm4(
         text.with_defaults(
@@ -72,7 +72,7 @@ def _dense_text(text: ConfigReader) -> ModelSpec:
 
 
 def _text_with_experts(text: ConfigReader) -> ModelSpec:
-    check_always(text, {"use_qk_norm": False})
+    check_supported(text, {"use_qk_norm": False})
     return read_glm4_moe(text.with_defaults(attention_bias=True, max_position_embeddings=2**16))
 
 

@@ -12,7 +12,7 @@ from minisgl_backend.errors import ConfigError
 from minisgl_backend.experts_spec import ExpertsSpec, RoutingRule, SharedExpert
 from minisgl_backend.models.common_fields import common_fields
 from minisgl_backend.models.config_json import ConfigReader
-from minisgl_backend.models.families.fields import attention_biases, check_always
+from minisgl_backend.models.families.fields import attention_biases, check_supported
 from minisgl_backend.models.spec import (
     MOST_POSITIONS,
     MOST_WIDTH,
@@ -21,13 +21,13 @@ from minisgl_backend.models.spec import (
 )
 from minisgl_backend.models.tensor_names import TensorNames
 
-_ALWAYS: Final[Mapping[str, object]] = MappingProxyType(
+_SUPPORTED: Final[Mapping[str, object]] = MappingProxyType(
     {"use_qk_norm": True, "use_cla": False, "use_mla": False, "mlp_bias": False}
 )
-_ALWAYS_OF_EXPERTS: Final[Mapping[str, object]] = MappingProxyType(
+_SUPPORTED_OF_EXPERTS: Final[Mapping[str, object]] = MappingProxyType(
     {"use_mixed_mlp_moe": True, "moe_layer_num_skipped": 0, "group_limited_greedy": False}
 )
-"""What is always so, though config.json has a key for it."""
+"""The only supported values of these keys."""
 _NORMS: Final = ((".query_layernorm.", ".q_norm."), (".key_layernorm.", ".k_norm."))
 
 
@@ -43,12 +43,12 @@ def read_hunyuan_dense(config: ConfigReader) -> ModelSpec:
 def read_hunyuan_moe(config: ConfigReader) -> ModelSpec:
     """``HunYuanMoEV1ForCausalLM``, Hunyuan-A13B: experts in every layer, whose weights always sum
     to 1, and one that all tokens take. Numbers may be listed by layer, but are the same in all."""
-    check_always(config, _ALWAYS_OF_EXPERTS)
+    check_supported(config, _SUPPORTED_OF_EXPERTS)
     fields = _hunyuan_fields(config)
     inner = fields["intermediate_size"]
-    always = {"num_shared_expert": 1, "moe_intermediate_size": inner}
-    given = {key: _in_all_layers(config, key, default=only) for key, only in always.items()}
-    check_always(config.with_values(**given), always)
+    supported = {"num_shared_expert": 1, "moe_intermediate_size": inner}
+    given = {key: _in_all_layers(config, key, default=only) for key, only in supported.items()}
+    check_supported(config.with_values(**given), supported)
     rule = RoutingRule(
         num_experts=_in_all_layers(config, "num_experts", "num_local_experts"),
         top_k=_in_all_layers(config, "moe_topk", "num_experts_per_tok"),
@@ -66,7 +66,7 @@ def read_hunyuan_moe(config: ConfigReader) -> ModelSpec:
 
 
 def _hunyuan_fields(config: ConfigReader) -> dict[str, Any]:
-    check_always(config, _ALWAYS)
+    check_supported(config, _SUPPORTED)
     if (norm := config.word("norm_type", "rms")) not in ("rms", "hf_rms"):
         raise ConfigError(f"{config.where}: norm_type {norm!r} is not supported, only 'rms'")
     config = config.with_defaults(rms_norm_eps=1e-5)

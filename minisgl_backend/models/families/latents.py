@@ -12,16 +12,16 @@ from typing import Any
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.models.common_fields import common_fields
 from minisgl_backend.models.config_json import ConfigReader
-from minisgl_backend.models.families.fields import check_always
+from minisgl_backend.models.families.fields import check_supported
 from minisgl_backend.models.spec import MOST_HEADS, LatentSpec, RopeSpec
 
 
 def latent_fields(config: ConfigReader) -> dict[str, Any]:
     """The common fields of a model with multi-head latent attention. The caller gives defaults for
     the sizes of queries and values."""
-    check_always(config, {"attention_bias": False})
+    check_supported(config, {"attention_bias": False})
     num_heads = config.integer("num_attention_heads", maximum=MOST_HEADS)
-    check_always(config, {"num_key_value_heads": num_heads})
+    check_supported(config, {"num_key_value_heads": num_heads})
     latent = LatentSpec(
         latent_dim=_size(config, "kv_lora_rank", 512),
         rope_dim=_size(config, "qk_rope_head_dim", 64),

@@ -4,7 +4,6 @@ others."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -13,7 +12,7 @@ from minisgl_backend.models.common_fields import common_fields, read_rope
 from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.families.fields import (
     attention_biases,
-    check_always,
+    check_supported,
     read_ropes_by_kind,
     set_kinds,
 )
@@ -31,14 +30,15 @@ from minisgl_backend.models.tensor_names import TensorNames
 _KINDS: Final = ("conv", "full_attention")
 _KINDS_OF_LFM3: Final = ("conv", "sliding_attention", "full_attention")
 _COMMON_NAMES: Final = (
-    (".feed_forward.", ".mlp."),
-    *OF_MIXTRAL,
     (".operator_norm.", ".input_layernorm."),
     ("model.embedding_norm.", "model.norm."),
 )
 """Names in the checkpoints, each with the decoder's."""
 _RENAMED: Final = (
+    # before ".feed_forward.", which is a part of it
     (".feed_forward.expert_bias", ".mlp.gate.e_score_correction_bias"),
+    (".feed_forward.", ".mlp."),
+    *OF_MIXTRAL,
     *_COMMON_NAMES,
     (".ffn_norm.", ".post_attention_layernorm."),
     (".self_attn.out_proj.", ".self_attn.o_proj."),
@@ -48,9 +48,14 @@ _RENAMED: Final = (
 """The same for LFM2."""
 _RENAMED_OF_LFM3: Final = (
     *_COMMON_NAMES,
+    (".feed_forward.w1.", ".mlp.gate_proj."),
+    (".feed_forward.w2.", ".mlp.down_proj."),
+    (".feed_forward.w3.", ".mlp.up_proj."),
     (".post_operator_norm.", ".post_attention_layernorm."),
     (".ffn_norm.", ".pre_feedforward_layernorm."),
     (".post_ffn_norm.", ".post_feedforward_layernorm."),
+    (".self_attn.gate_proj.", ".self_attn.gate_proj."),  # in files, and so in errors about them
+    (".self_attn.g_proj.", ".self_attn.gate_proj."),  # in transformers, and so in adapters
 )
 """The same for LFM3."""
 _ROPES_OF_LFM3: Final[Mapping[str, Mapping[str, object]]] = MappingProxyType(
@@ -68,13 +73,15 @@ _ROPES_OF_LFM3: Final[Mapping[str, Mapping[str, object]]] = MappingProxyType(
 
 def read_lfm2(config: ConfigReader) -> ModelSpec:
     """``Lfm2ForCausalLM``: LFM2. Feed-forward blocks are two thirds as wide as config.json says,
-    rounded up, unless it says otherwise."""
+    rounded up, unless it says otherwise. Without a multiplier (null) they are not rounded."""
     inner = config.integer("intermediate_size", 12_288, maximum=MOST_WIDTH)
     inner = config.integer("block_ff_dim", inner, maximum=MOST_WIDTH)
     if config.flag("block_auto_adjust_ff_dim", True):
-        least = int(config.number("block_ffn_dim_multiplier", 1.0) * (2 * inner // 3))
-        unit = config.integer("block_multiple_of", 256, maximum=MOST_WIDTH)
-        inner = -(-least // unit) * unit
+        inner = 2 * inner // 3
+        if "block_ffn_dim_multiplier" not in config.nulls:
+            least = int(config.number("block_ffn_dim_multiplier", 1.0) * inner)
+            unit = config.integer("block_multiple_of", 256, maximum=MOST_WIDTH)
+            inner = -(-least // unit) * unit
     fields = _fields_of_lfm2(config.with_values(intermediate_size=inner))
     return ModelSpec(architecture="Lfm2ForCausalLM", **fields)
 
@@ -102,8 +109,8 @@ def read_lfm2_moe(config: ConfigReader) -> ModelSpec:
 def read_lfm3(config: ConfigReader) -> ModelSpec:
     """``Lfm3ForCausalLM``: LFM2 with windows in some layers, which have a rotation of their own,
     with a gate for each head of attention, and with norms on both sides of a layer's parts."""
-    check_always(config, {"use_sandwich_norm": True})
-    config = _config(config.with_defaults(num_key_value_heads=4, head_dim=128))
+    check_supported(config, {"use_sandwich_norm": True})
+    config = _in_usual_keys(config.with_defaults(num_key_value_heads=4, head_dim=128))
     if "rope_parameters" not in config.values:
         config = config.with_values(rope_parameters={**_ROPES_OF_LFM3})
     by_kind, fields = read_ropes_by_kind(config, common_fields)
@@ -114,23 +121,21 @@ def read_lfm3(config: ConfigReader) -> ModelSpec:
     local = read_rope(
         config, fields["rope"].max_positions, given=by_kind.get("sliding_attention", {})
     )
-    set_kinds(fields, kinds, config.integer("sliding_window", 256), local)
+    set_kinds(fields, kinds, config.integer_or_null("sliding_window", 256), local)
     is_gated = config.flag("use_attention_gate", True)
-    fields |= _conv_fields(config, kinds, fields["hidden_size"], width=7)
-    names = replace(fields.pop("names"), renamed=_RENAMED_OF_LFM3)
+    fields |= _conv_fields(config, kinds, fields["hidden_size"], 7, _RENAMED_OF_LFM3)
     return ModelSpec(
         architecture="Lfm3ForCausalLM",
         norms="around",
         gated_attention=is_gated,
         gates_apart=is_gated,
         head_gates=is_gated,
-        names=names,
         **attention_biases(config),
         **fields,
     )
 
 
-def _config(config: ConfigReader) -> ConfigReader:
+def _in_usual_keys(config: ConfigReader) -> ConfigReader:
     """The config with the defaults, and in the keys, that other families have."""
     config = config.with_defaults(
         max_position_embeddings=128_000,
@@ -143,17 +148,22 @@ def _config(config: ConfigReader) -> ConfigReader:
 
 def _fields_of_lfm2(config: ConfigReader) -> dict[str, Any]:
     """The fields that both have in common."""
-    config = _config(config.with_defaults(num_key_value_heads=8, rope_theta=1e6))
+    config = _in_usual_keys(config.with_defaults(num_key_value_heads=8, rope_theta=1e6))
     fields = common_fields(config)
     num_layers = fields["num_layers"]
     kinds = config.layer_kinds(_KINDS, num_layers) or _kinds_by_index(config, num_layers)
-    return fields | _conv_fields(config, kinds, fields["hidden_size"], width=3)
+    return fields | _conv_fields(config, kinds, fields["hidden_size"], 3, _RENAMED)
 
 
 def _conv_fields(
-    config: ConfigReader, kinds: Sequence[str], channels: int, *, width: int
+    config: ConfigReader,
+    kinds: Sequence[str],
+    channels: int,
+    width: int,
+    renamed: tuple[tuple[str, str], ...],
 ) -> dict[str, Any]:
-    """The layers with convolutions, of ``width`` by default, and the names of LFM2."""
+    """The layers with convolutions, of ``width`` by default, and the names in the checkpoint:
+    those that are ``renamed``, and the merged projection of these layers."""
     conv = ConvSpec(
         num_channels=channels,
         conv_width=config.integer("conv_L_cache", width, minimum=2, maximum=MOST_HEADS),
@@ -164,7 +174,7 @@ def _conv_fields(
     return {
         "qk_norm": "head",
         "recurrent": conv if conv.layers else None,
-        "names": TensorNames(renamed=_RENAMED, merged={".conv.in_proj": parts}),
+        "names": TensorNames(renamed=renamed, merged={".conv.in_proj": parts}),
     }
 
 

@@ -11,7 +11,7 @@ from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.families.fields import (
     ATTENTION_KINDS,
     attention_biases,
-    check_always,
+    check_supported,
     read_rotating,
     read_window,
     windows_by_kind,
@@ -31,7 +31,7 @@ def read_llama(config: ConfigReader) -> ModelSpec:
 
 def read_arcee(config: ConfigReader) -> ModelSpec:
     """``ArceeForCausalLM``, AFM: Llama with the square of ReLU in place of gates."""
-    check_always(config, {"hidden_act": "relu2"})
+    check_supported(config, {"hidden_act": "relu2"})
     config = config.with_defaults(rms_norm_eps=1e-5, max_position_embeddings=4096)
     spec = read_llama(config.with_values(hidden_act="silu"))
     return replace(spec, architecture="ArceeForCausalLM", gate=None)

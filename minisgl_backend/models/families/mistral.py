@@ -11,7 +11,7 @@ from minisgl_backend.models.common_fields import common_fields
 from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.families.fields import (
     ATTENTION_KINDS,
-    check_always,
+    check_supported,
     read_routing,
     read_window,
     shared_experts,
@@ -118,7 +118,7 @@ def read_mistral4(config: ConfigReader) -> ModelSpec:
     table = ConfigReader(rope, f"{config.where}: rope_parameters")
     rope_dim = config.integer("qk_rope_head_dim")
     rotated = rope_dim / (rope_dim + config.integer("qk_nope_head_dim"))
-    check_always(table, {"partial_rotary_factor": rotated})
+    check_supported(table, {"partial_rotary_factor": rotated})
     own = {**table.values, "partial_rotary_factor": 1.0}  # of what rotates
     fields = latent_fields(config.with_values(rope_parameters=own))
     growth = QueryGrowth(

@@ -52,39 +52,45 @@ _DECODERS: Final[Mapping[str, _Read]] = MappingProxyType(
     }
 )
 """By ``model_type``."""
-_OF_7B: Final = MappingProxyType(
-    {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
+_SIZE_KEYS: Final = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "vocab_size",
 )
 _SIZES: Final[Mapping[str, Mapping[str, int]]] = MappingProxyType(
     {
-        "cohere2": {
-            "hidden_size": 8192,
-            "intermediate_size": 22_528,
-            "num_attention_heads": 64,
-            "num_hidden_layers": 40,
-            "vocab_size": 256_000,
-        },
-        "lfm2": {
-            "hidden_size": 2560,
-            "intermediate_size": 12_288,
-            "num_attention_heads": 32,
-            "num_hidden_layers": 32,
-            "vocab_size": 65_536,
-        },
-        "llama": {**_OF_7B, "intermediate_size": 11_008, "vocab_size": 32_000},
-        "mistral": {**_OF_7B, "intermediate_size": 14_336, "vocab_size": 32_000},
-        "qwen2": {
-            **_OF_7B,
-            "intermediate_size": 22_016,
-            "num_key_value_heads": 32,
-            "vocab_size": 151_936,
-        },
+        kind: dict(zip(_SIZE_KEYS, sizes, strict=True))
+        for kind, sizes in {
+            "cohere": (8192, 22_528, 40, 64, 256_000),
+            "cohere2": (8192, 22_528, 40, 64, 256_000),
+            "gpt_oss": (2880, 2880, 36, 64, 201_088),
+            "lfm2": (2560, 12_288, 32, 32, 65_536),
+            "lfm2_moe": (2048, 7168, 32, 32, 65_536),
+            "llama": (4096, 11_008, 32, 32, 32_000),
+            "mistral": (4096, 14_336, 32, 32, 32_000),
+            "mixtral": (4096, 14_336, 32, 32, 32_000),
+            "olmo2": (4096, 11_008, 32, 32, 50_304),
+            "olmo3": (4096, 11_008, 32, 32, 50_304),
+            "phi3": (3072, 8192, 32, 32, 32_064),
+            "qwen2": (4096, 22_016, 32, 32, 151_936),
+            "qwen2_moe": (2048, 5632, 24, 16, 151_936),
+            "qwen3": (4096, 22_016, 32, 32, 151_936),
+            "qwen3_moe": (2048, 6144, 24, 32, 151_936),
+            "smollm3": (2048, 11_008, 36, 16, 128_256),
+        }.items()
     }
 )
 """Sizes of decoders by default: the config of a text part leaves them out."""
+_KEY_VALUE_HEADS: Final = MappingProxyType({"qwen2": 32, "qwen2_moe": 16, "qwen3": 32})
+"""The same of heads of keys and values. Others have as many as heads of queries, or what their
+reader says."""
 _OF_IDEFICS: Final = (("model.text_model.", "model."),)
 _OF_THINKER: Final = (("thinker.model.", "model."), ("thinker.lm_head.", "lm_head."))
 """Names of tensors of text parts, each with the decoder's."""
+_QWEN_2_5_OMNI: Final = ("Qwen2_5OmniModel", "Qwen2_5OmniForConditionalGeneration")
+"""How the architecture is spelled: by its publisher, and by transformers."""
 _SPEECH: Final = ("talker.", "token2wav.", "code2wav.")
 """How names of tensors begin that speak."""
 
@@ -105,7 +111,8 @@ def read_internvl(config: ConfigReader) -> ModelSpec:
 
 
 def read_llava(config: ConfigReader) -> ModelSpec:
-    """``LlavaForConditionalGeneration``: LLaVA 1.5, Pixtral 12B."""
+    """``LlavaForConditionalGeneration``: LLaVA 1.5, and Pixtral 12B in the format of
+    transformers."""
     return _text_of(config, "LlavaForConditionalGeneration", "llama")
 
 
@@ -135,9 +142,11 @@ def read_lfm2_vl(config: ConfigReader) -> ModelSpec:
 
 
 def read_qwen2_5_omni(config: ConfigReader) -> ModelSpec:
-    """``Qwen2_5OmniForConditionalGeneration``: Qwen2, whose text another part would speak."""
+    """``Qwen2_5OmniModel``, in transformers ``Qwen2_5OmniForConditionalGeneration``: Qwen2, whose
+    text another part would speak."""
     text = text_of_vl(_thinker(config)).with_defaults(rope_theta=1e6, num_key_value_heads=4)
-    return _of_thinker(read_qwen2(text), "Qwen2_5OmniForConditionalGeneration")
+    spelled = set(config.values.get("architectures", ())) & set(_QWEN_2_5_OMNI)
+    return _of_thinker(read_qwen2(text), next(iter(spelled), _QWEN_2_5_OMNI[0]))
 
 
 def read_qwen3_omni(config: ConfigReader) -> ModelSpec:
@@ -157,7 +166,10 @@ def _text_of(
     kind = text.word("model_type", kind)
     if kind not in _DECODERS:
         raise text.error("model_type", "one of " + ", ".join(_DECODERS), kind)
-    return text_part(_DECODERS[kind](text.with_defaults(**_SIZES.get(kind, {}))), architecture)
+    text = text.with_defaults(**_SIZES[kind])
+    if kind in _KEY_VALUE_HEADS:
+        text = text.with_defaults(num_key_value_heads=_KEY_VALUE_HEADS[kind])
+    return text_part(_DECODERS[kind](text), architecture)
 
 
 def _text_of_idefics(config: ConfigReader, architecture: str) -> ModelSpec:

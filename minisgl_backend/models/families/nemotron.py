@@ -10,7 +10,7 @@ from typing import Any, Final
 from minisgl_backend.experts_spec import ExpertsSpec, RoutingRule, SharedExpert
 from minisgl_backend.models.common_fields import common_fields
 from minisgl_backend.models.config_json import ConfigReader
-from minisgl_backend.models.families.fields import check_always, read_state_dtype
+from minisgl_backend.models.families.fields import check_supported, read_state_dtype
 from minisgl_backend.models.families.mamba import (
     merged_parts,
     read_kinds,
@@ -35,7 +35,7 @@ _PATTERN: Final = MappingProxyType(
     {"M": "linear_attention", "*": "full_attention", "E": "moe", "-": "mlp"}
 )
 """The same kinds in ``hybrid_override_pattern``."""
-_ALWAYS: Final[Mapping[str, object]] = MappingProxyType(
+_SUPPORTED: Final[Mapping[str, object]] = MappingProxyType(
     {
         "attention_bias": False,
         "mamba_hidden_act": "silu",
@@ -45,7 +45,7 @@ _ALWAYS: Final[Mapping[str, object]] = MappingProxyType(
         "sliding_window": None,
     }
 )
-"""What is always so, though config.json has a key for it."""
+"""The only supported values of these keys."""
 _FORMER: Final[Mapping[str, str]] = MappingProxyType(
     {
         "mamba_conv_bias": "use_conv_bias",
@@ -62,7 +62,7 @@ def read_nemotron_h(config: ConfigReader) -> ModelSpec:
     without gates, or experts without gates. Steps are limited by ``time_step_limit``, as in
     NVIDIA's own code. (transformers limits steps of prompts by ``time_step_min`` instead, and those
     of decoding not at all.)"""
-    check_always(config, _ALWAYS)
+    check_supported(config, _SUPPORTED)
     former = {key: config.values[old] for old, key in _FORMER.items() if old in config.values}
     config = config.with_values(**former)
     kinds = _kinds(config)
@@ -149,7 +149,7 @@ def _mamba(config: ConfigReader, layers: frozenset[int]) -> MambaSpec:
 
 def _experts(config: ConfigReader, layers: frozenset[int]) -> MoeSpec:
     """Experts by DeepSeek's router, and one that all tokens take."""
-    check_always(config, {"mlp_bias": False})
+    check_supported(config, {"mlp_bias": False})
     latent = None
     if "moe_latent_size" in config.values:
         latent = config.integer("moe_latent_size", maximum=MOST_WIDTH)

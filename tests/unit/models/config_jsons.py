@@ -1515,8 +1515,27 @@ LLAVA_1_6_MISTRAL_7B: Final[dict[str, Any]] = {
         "vocab_size": 32064,
     },
 }
+PIXTRAL_12B: Final[dict[str, Any]] = {
+    **LLAVA_1_5_7B,
+    "image_token_index": 10,
+    "text_config": {
+        "head_dim": 128,
+        "hidden_size": 5120,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 1024000,
+        "model_type": "mistral",
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 1000000000.0,
+        "sliding_window": None,
+        "vocab_size": 131072,
+    },
+    "torch_dtype": "bfloat16",
+    "vision_config": {"hidden_size": 1024, "model_type": "pixtral"},
+}
 QWEN_2_5_OMNI_7B: Final[dict[str, Any]] = {
-    "architectures": ["Qwen2_5OmniForConditionalGeneration"],
+    "architectures": ["Qwen2_5OmniModel"],
     "model_type": "qwen2_5_omni",
     "talker_config": {"hidden_size": 896, "model_type": "qwen2_5_omni_talker"},
     "thinker_config": {
@@ -1611,6 +1630,57 @@ COMMAND_R_08_2024: Final[dict[str, Any]] = {
     "torch_dtype": "float16",
     "use_qk_norm": False,
     "vocab_size": 256000,
+}
+COMMAND_R_V01: Final[dict[str, Any]] = {
+    "architectures": ["CohereForCausalLM"],
+    "attention_bias": False,
+    "eos_token_id": 255001,
+    "hidden_act": "silu",
+    "hidden_size": 8192,
+    "intermediate_size": 22528,
+    "layer_norm_eps": 1e-05,
+    "logit_scale": 0.0625,
+    "max_position_embeddings": 8192,
+    "model_max_length": 131072,
+    "model_type": "cohere",
+    "num_attention_heads": 64,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 64,
+    "rope_theta": 8000000.0,
+    "torch_dtype": "float16",
+    "vocab_size": 256000,
+}
+AYA_VISION_32B: Final[dict[str, Any]] = {
+    "architectures": ["AyaVisionForConditionalGeneration"],
+    "downsample_factor": 2,
+    "image_token_index": 255036,
+    "model_type": "aya_vision",
+    "text_config": {
+        "intermediate_size": 24576,
+        "model_type": "cohere",
+        "num_key_value_heads": 8,
+        "rope_theta": 4000000,
+        "torch_dtype": "float16",
+        "use_qk_norm": False,
+    },
+    "torch_dtype": "float16",
+    "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model"},
+}
+INTERNVL_3_5_8B: Final[dict[str, Any]] = {
+    "architectures": ["InternVLForConditionalGeneration"],
+    "image_token_id": 151671,
+    "model_type": "internvl",
+    "text_config": {
+        "intermediate_size": 12288,
+        "max_position_embeddings": 40960,
+        "model_type": "qwen3",
+        "num_hidden_layers": 36,
+        "num_key_value_heads": 8,
+        "rope_theta": 1000000,
+    },
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vision_config": {"hidden_size": 1024, "model_type": "internvl_vision"},
 }
 COMMAND_R7B: Final[dict[str, Any]] = {
     "architectures": ["Cohere2ForCausalLM"],

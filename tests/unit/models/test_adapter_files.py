@@ -20,12 +20,13 @@ from minisgl_backend.build import build_engine
 from minisgl_backend.config import DEMO_MODEL, EngineOptions
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.models.adapter_files import Projection, open_adapter
-from minisgl_backend.models.catalog import load_spec
+from minisgl_backend.models.catalog import load_spec, parse_spec
 from minisgl_backend.models.tensor_names import MULTIMODAL
 from minisgl_backend.precheck import check_options
 from minisgl_backend.server import options as server_options
 from minisgl_backend.server.options import checked
 from minisgl_kit.adapters import write_adapter
+from tests.unit.models.config_jsons import LFM2_1_2B, LFM3_1_7B
 
 SPEC = load_spec(Path(DEMO_MODEL))
 LAYER = "base_model.model.model.layers.0.self_attn"
@@ -253,6 +254,25 @@ def test_tensors_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
         folder = changed(written(tmp_path / str(index)), **tensors)
         assert words in refusal(folder)
     assert "has the rank 4" in refusal(written(tmp_path / "high"), max_rank=3)
+
+
+@pytest.mark.parametrize(
+    ("config", "known"),
+    [(LFM2_1_2B, "q_proj, out_proj, w1"), (LFM3_1_7B, "q_proj, gate_proj, o_proj, w1")],
+)
+def test_what_takes_adapters_is_named_as_in_the_checkpoint(
+    config: dict[str, Any], known: str, tmp_path: Path
+) -> None:
+    spec = parse_spec(config)
+    gates = ["self_attn.gate_proj"] * spec.gates_apart
+    modules = ["self_attn.q_proj", *gates, "self_attn.o_proj", "mlp.gate_proj"]
+    projections = {f"model.layers.2.{module}": Projection(8, 8) for module in modules}
+    name = "base_model.model.model.layers.0.conv.out_proj"
+    tensors = {f"{name}.lora_{factor}.weight": torch.zeros(4, 8) for factor in "AB"}
+    folder = written(tmp_path, target_modules=["out_proj"])
+    save_file(tensors, folder / "adapter_model.safetensors")
+    with pytest.raises(ConfigError, match=f"takes adapters only for {known} of its layers"):
+        open_adapter(folder, projections, spec.names, max_rank=4)
 
 
 def test_numbers_that_are_not_finite_are_named(tmp_path: Path) -> None:

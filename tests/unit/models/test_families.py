@@ -26,9 +26,11 @@ from minisgl_backend.models.spec import (
 from minisgl_bench.dummy_model import SHAPES
 from tests.unit.models.config_jsons import (
     AFM_4_5B,
+    AYA_VISION_32B,
     BAMBA_9B,
     COMMAND_R7B,
     COMMAND_R_08_2024,
+    COMMAND_R_V01,
     DEEPSEEK_V2,
     DEEPSEEK_V3,
     DOTS_LLM1,
@@ -59,6 +61,7 @@ from tests.unit.models.config_jsons import (
     HY3,
     HYPERCLOVA_X_SEED_THINK_14B,
     INTERNLM3_8B,
+    INTERNVL_3_5_8B,
     IQUEST_CODER_40B,
     K_EXAONE,
     LFM2_1_2B,
@@ -82,6 +85,7 @@ from tests.unit.models.config_jsons import (
     OLMO_3_7B,
     OLMOE_1B_7B,
     PHI_4_MINI,
+    PIXTRAL_12B,
     QWEN_1_5_MOE,
     QWEN_2_5_7B,
     QWEN_2_5_OMNI_7B,
@@ -1368,6 +1372,14 @@ def test_parts_that_read_the_same_norm() -> None:
     assert 32.2 < spec.num_parameters / 1e9 < 32.4
     with pytest.raises(ConfigError, match="use_qk_norm True is not supported, only False"):
         parse_spec({**COMMAND_R_08_2024, "use_qk_norm": True})
+    with pytest.raises(ConfigError, match="norms that subtract the mean are supported only if"):
+        replace(spec, parallel_parts=False)
+
+    spec = parse_spec(COMMAND_R_V01)
+    assert (spec.context, spec.rope.scaling, spec.num_kv_heads) == (131072, "default", 64)
+    assert 34.9 < spec.num_parameters / 1e9 < 35.1
+    assert parse_spec({**COMMAND_R_V01, "model_max_length": 4096}).context == 8192
+    assert parse_spec({**COMMAND_R_V01, "model_max_length": None}).context == 8192
 
     spec = parse_spec(COMMAND_R7B)
     assert spec.windows == (4096, 4096, 4096, None) * 8
@@ -1418,6 +1430,8 @@ def test_short_convolutions() -> None:
         conv.of_rank(3)
     wider = parse_spec({**LFM2_1_2B, "block_ffn_dim_multiplier": 1.01})
     assert wider.intermediate_size == 8448
+    unrounded = parse_spec({**LFM2_1_2B, "block_ff_dim": 12300, "block_ffn_dim_multiplier": None})
+    assert unrounded.intermediate_size == 8200
     whole = parse_spec({**LFM2_1_2B, "block_auto_adjust_ff_dim": False, "tie_embedding": False})
     assert whole.intermediate_size == 12288 and not whole.tie_embeddings
 
@@ -1430,6 +1444,7 @@ def test_short_convolutions() -> None:
     conv = spec.recurrent
     assert isinstance(conv, ConvSpec) and len(conv.layers) == 13 and conv.conv_width == 7
     assert spec.windows[:5] == (None, None, None, None, 256)
+    assert parse_spec({**LFM3_1_7B, "sliding_window": None}).windows == (None,) * 24
     assert (spec.norms, spec.gates_apart, spec.head_gates) == ("around", True, True)
     local, rope = spec.rope_of(4), spec.rope
     assert local is not None and (local.scaling, local.theta) == ("default", 1e4)
@@ -1452,6 +1467,20 @@ def test_text_parts_around_other_decoders() -> None:
     assert (spec.dtype, spec.rope.theta, spec.windows) == ("bfloat16", 1e6, (None,) * 32)
     assert 7.2 < spec.num_parameters / 1e9 < 7.3
 
+    spec = parse_spec(PIXTRAL_12B)
+    assert (spec.num_heads, spec.head_dim, spec.windows) == (32, 128, (None,) * 40)
+    assert 12.2 < spec.num_parameters / 1e9 < 12.3
+
+    spec = parse_spec(AYA_VISION_32B)
+    assert spec.centered_norms and spec.tie_embeddings and spec.rope.theta == 4e6
+    assert (spec.hidden_size, spec.num_layers, spec.num_heads) == (8192, 40, 64)
+    assert 32.2 < spec.num_parameters / 1e9 < 32.4
+
+    spec = parse_spec(INTERNVL_3_5_8B)
+    assert (spec.hidden_size, spec.num_heads, spec.head_dim) == (4096, 32, 128)
+    assert (spec.vocab_size, spec.context, spec.qk_norm) == (151936, 40960, "head")
+    assert 8.1 < spec.num_parameters / 1e9 < 8.3 and not spec.tie_embeddings
+
     text = {**QWEN_3_0_6B, "model_type": "qwen3", "tie_word_embeddings": True}
     seeing = {"architectures": ["InternVLForConditionalGeneration"], "text_config": text}
     spec = parse_spec(seeing)
@@ -1462,6 +1491,9 @@ def test_text_parts_around_other_decoders() -> None:
 
 def test_thinkers_of_models_that_speak() -> None:
     spec = parse_spec(QWEN_2_5_OMNI_7B)
+    theirs = {"architectures": ["Qwen2_5OmniForConditionalGeneration"]}
+    assert spec.architecture == "Qwen2_5OmniModel"
+    assert parse_spec({**QWEN_2_5_OMNI_7B, **theirs}).architecture == theirs["architectures"][0]
     assert spec.qkv_bias and (spec.rope.scaling, spec.rope.theta) == ("default", 1e6)
     assert (spec.dtype, spec.context) == ("bfloat16", 32768)
     assert 7.5 < spec.num_parameters / 1e9 < 7.7
@@ -1523,6 +1555,7 @@ def test_every_architecture_is_tested() -> None:
         *(kimi_k25("KimiK25"), kimi_k25("Kimi_K25"), GLM_4_1V_9B, GLM_4_5V),
         {**GLM_4_5V, "architectures": ["Glm46VForConditionalGeneration"]},
         *(LLAVA_1_5_7B, LLAVA_1_6_MISTRAL_7B, QWEN_2_5_OMNI_7B, QWEN_3_OMNI_30B_A3B),
+        {**QWEN_2_5_OMNI_7B, "architectures": ["Qwen2_5OmniForConditionalGeneration"]},
         *(
             {**LLAVA_1_5_7B, "architectures": [f"{name}ForConditionalGeneration"]}
             for name in ("LlavaOnevision", "InternVL", "Idefics3", "SmolVLM", "Lfm2Vl", "AyaVision")

@@ -457,7 +457,7 @@ class ModelSpec:
             if self.num_heads % heads.num_kv_heads:
                 raise ConfigError(
                     f"{self.num_heads} attention heads cannot share {heads.num_kv_heads} "
-                    "key-value heads"
+                    "key-value heads (num_attention_heads, num_key_value_heads)"
                 )
             if rotary_head_dim % 2:
                 what = "head_dim" if self.latent is None else "qk_rope_head_dim"

@@ -215,13 +215,15 @@ class TensorNames:
             if theirs.startswith("."):
                 is_there = ours in own
             elif ours.startswith("model."):
-                is_there = own.startswith(ours)
+                is_there = own.startswith(ours) and theirs.startswith(("model.", prefix))
             else:  # what stands before the head depends on what stands before the layers
                 is_there = own.startswith(ours) and theirs.startswith(outer)
             if is_there:
                 name = name.replace(ours, theirs, 1)
                 restored.add(ours)
-        return prefix + name.removeprefix("model.") if name.startswith("model.") else name
+        if not name.startswith("model.") or (prefix and name.startswith(prefix)):
+            return name
+        return prefix + name.removeprefix("model.")
 
     def merged_module(self, module: str) -> str:
         """The module whose tensors hold those of the decoder's ``module``, mostly itself."""

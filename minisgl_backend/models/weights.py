@@ -189,7 +189,7 @@ def _as_spelled(
         for layer in layers:
             twin = headers.get(f"model.layers.{layer}.{name[match.end() :]}")
             if twin is not None:
-                return twin.stored.name.replace(f"layers.{layer}.", f"layers.{match[1]}.", 1)
+                return twin.stored.name.replace(f".{layer}.", f".{match[1]}.", 1)
         return None
 
     spelled = set()

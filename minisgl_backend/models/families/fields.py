@@ -35,11 +35,11 @@ def text_config(config: ConfigReader, *, tied: bool) -> ConfigReader:
     return ConfigReader(values, text.where)
 
 
-def text_of_vl(config: ConfigReader) -> ConfigReader:
+def text_of_vl(config: ConfigReader, *, flat: bool = True) -> ConfigReader:
     """The config of a text part that rotates tokens of images by three positions (mrope), with the
-    usual rotation, which that is for text. It may lie beside the config of the vision part.
-    Embeddings are tied if either level says so."""
-    if "text_config" in config.values:
+    usual rotation, which that is for text. If ``flat``, it may also lie beside the config of the
+    vision part. Embeddings are tied if either level says so."""
+    if not flat or "text_config" in config.values:
         tied = config.part("text_config").flag("tie_word_embeddings")
         outer = config.with_values(tie_word_embeddings=True) if tied else config
         config = text_config(outer, tied=False)

@@ -144,7 +144,9 @@ def read_lfm2_vl(config: ConfigReader) -> ModelSpec:
 def read_qwen2_5_omni(config: ConfigReader) -> ModelSpec:
     """``Qwen2_5OmniModel``, in transformers ``Qwen2_5OmniForConditionalGeneration``: Qwen2, whose
     text another part would speak."""
-    text = text_of_vl(_thinker(config)).with_defaults(rope_theta=1e6, num_key_value_heads=4)
+    text = text_of_vl(_thinker(config), flat=False).with_defaults(
+        rope_theta=1e6, num_key_value_heads=4
+    )
     spelled = set(config.values.get("architectures", ())) & set(_QWEN_2_5_OMNI)
     return _of_thinker(read_qwen2(text), next(iter(spelled), _QWEN_2_5_OMNI[0]))
 
@@ -152,7 +154,7 @@ def read_qwen2_5_omni(config: ConfigReader) -> ModelSpec:
 def read_qwen3_omni(config: ConfigReader) -> ModelSpec:
     """``Qwen3OmniMoeForConditionalGeneration``: the same around Qwen3 with experts, without
     windows."""
-    text = text_of_vl(_thinker(config)).with_defaults(norm_topk_prob=True)
+    text = text_of_vl(_thinker(config), flat=False).with_defaults(norm_topk_prob=True)
     spec = read_qwen3_moe(text.with_values(use_sliding_window=False))
     return _of_thinker(spec, "Qwen3OmniMoeForConditionalGeneration")
 
@@ -162,7 +164,7 @@ def _text_of(
 ) -> ModelSpec:
     """The text part, by default of ``kind``; ``tied`` is the default for tie_word_embeddings.
     Raises ``ConfigError`` if it is of a kind that is not known."""
-    text = text_of_vl(config.with_defaults(tie_word_embeddings=tied))
+    text = text_of_vl(config.with_defaults(tie_word_embeddings=tied), flat=False)
     kind = text.word("model_type", kind)
     if kind not in _DECODERS:
         raise text.error("model_type", "one of " + ", ".join(_DECODERS), kind)

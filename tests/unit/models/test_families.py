@@ -1575,3 +1575,18 @@ def test_every_architecture_is_tested() -> None:
     found = {parse_spec(config).architecture for config in configs}
     hybrid = {name for name in ARCHITECTURES if name.startswith(("Qwen3_5", "Qwen3Next"))}
     assert found | hybrid == set(ARCHITECTURES)  # see ``test_experts_of_qwen3_5`` and the next
+
+
+@pytest.mark.parametrize(
+    ("architecture", "outer", "where"),
+    [
+        ("LlavaForConditionalGeneration", {}, ""),
+        ("Lfm2VlForConditionalGeneration", {"model_type": "lfm2_vl"}, ""),
+        ("Qwen3OmniMoeForConditionalGeneration", {"thinker_config": {"a": 1}}, "thinker_config: "),
+    ],
+)
+def test_a_text_part_is_not_looked_for_elsewhere(
+    architecture: str, outer: dict[str, object], where: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"{where}text_config is missing"):
+        parse_spec({"architectures": [architecture], **outer})

@@ -271,6 +271,24 @@ def test_a_missing_tensor_has_the_publishers_name(checkpoints: Path, tmp_path: P
 
 
 @pytest.mark.parametrize(
+    ("case", "name"),
+    [
+        ("lfm2", "model.embed_tokens.weight"),
+        ("lfm2", "model.embedding_norm.weight"),
+        ("lfm2-vl", "model.language_model.embedding_norm.weight"),
+        ("falcon-h1", "model.embed_tokens.weight"),
+        ("nemotron-h", "backbone.embeddings.weight"),
+        ("kimi-k25", "language_model.model.blocks.0.input_layernorm.weight"),
+    ],
+)
+def test_names_that_only_some_publishers_have(tmp_path: Path, case: str, name: str) -> None:
+    write_checkpoint(case, tmp_path / case)
+    changed = tmp_path / "changed"
+    with pytest.raises(ConfigError, match=rf"lacks {re.escape(name)}$"):
+        load(spoilt(tmp_path, case, changed, **{name.replace(".", "__"): None}))
+
+
+@pytest.mark.parametrize(
     "name",
     ["embed_tokens.weight", "layers.2.self_attn.k_norm.weight"]
     + [f"layers.0.linear_attn.{end}" for end in ("in_proj_qkv.weight", "conv1d.weight", "A_log")]

@@ -20,7 +20,7 @@ from minisgl_backend.host_memory import HostMemory
 from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.models.checkpoint import check_weights, weight_files
 from minisgl_backend.models.hub import resolve_tokenizer
-from minisgl_backend.models.spec import ModelSpec
+from minisgl_backend.models.spec import ModelSpec, state_bytes
 from minisgl_backend.request_defaults import request_defaults
 from minisgl_backend.weight_format import CONVERT_TO_FP8
 
@@ -180,12 +180,10 @@ def _check_memory(options: EngineOptions, spec: ModelSpec) -> None:
     adapter_bytes = options.max_lora_rank * num_adapted(spec) * item_bytes
     recurrent, num_snapshots = spec.recurrent, options.state_snapshots or 0
     if recurrent is None or options.cache == "naive":
-        state_bytes = 0
+        snapshot_bytes = 0
     else:
-        state_bytes = len(recurrent.layers) * (
-            _ITEM_BYTES[state_dtype_name(options, spec)] * prod(recurrent.matrices)
-            + item_bytes * recurrent.num_channels * (recurrent.conv_width - 1)
-        )
+        of_matrices = _ITEM_BYTES[state_dtype_name(options, spec)]
+        snapshot_bytes = state_bytes(recurrent, item_bytes, of_matrices)
     needs = {
         f"the weights, as config.json has them ({spec.num_parameters:,} numbers),": (
             replicas * spec.num_parameters * item_bytes // num_nodes
@@ -194,7 +192,7 @@ def _check_memory(options: EngineOptions, spec: ModelSpec) -> None:
             num_ranks * num_pages * page_size * kv_bytes
         ),
         f"state_snapshots={num_snapshots}, of recurrent states": (
-            replicas * num_snapshots * state_bytes // num_nodes
+            replicas * num_snapshots * snapshot_bytes // num_nodes
         ),
         f"max_loras={options.max_loras} of rank {options.max_lora_rank}": (
             replicas * num_slots * adapter_bytes // num_nodes

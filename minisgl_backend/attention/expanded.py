@@ -34,6 +34,7 @@ from minisgl_backend.attention.base import (
     Expand,
     ExpandedChunks,
 )
+from minisgl_backend.attention.gathered import gathered
 from minisgl_backend.device.base import HostArray
 from minisgl_backend.kernels.paged_kv import PagedKV
 from minisgl_backend.kernels.ragged_attention import Ragged
@@ -125,7 +126,8 @@ class _PlannedChunks:
     def _attend(
         self, q: Tensor, kv: PagedKV, expand: Expand, piece: _Piece, *, causal: bool
     ) -> tuple[Tensor, Tensor]:
-        keys, values = expand(_gather(kv, piece.slots, q.dtype))
+        flat = kv.keys.view(-1, kv.keys.shape[-1])
+        keys, values = expand(gathered(flat, piece.slots, kv.k_scale, q.dtype))
         return self.attention(
             q, keys, values, self.runs, piece.runs, scale=self.scale, causal=causal
         )
@@ -205,12 +207,3 @@ def cut_prefixes(begins: HostArray, most: int) -> Iterator[tuple[HostArray, Host
     for begin in range(0, total, most):
         end = min(begin + most, total)
         yield np.clip(begin - first, 0, begins), np.clip(end - first, 0, begins)
-
-
-def _gather(kv: PagedKV, slots: Tensor, dtype: torch.dtype) -> Tensor:
-    """The latents and rotated keys in these slots, [num_positions, size]."""
-    flat = kv.keys.view(-1, kv.keys.shape[-1])
-    if kv.k_scale is None:
-        return flat.index_select(0, slots)
-    found = flat.view(torch.uint8).index_select(0, slots).view(flat.dtype)  # float8 has no indexing
-    return (found.to(torch.float32) * kv.k_scale).to(dtype)

@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minisgl_backend.attention.base import AttentionSetting, Chunks, DecodeRows, LayerAttention
+from minisgl_backend.attention.gathered import gathered
 from minisgl_backend.attention.query_blocks import Blocks
 from minisgl_backend.device.base import HostArray
 from minisgl_backend.kernels.activation import soft_cap_reference
@@ -362,12 +363,7 @@ def _gather(
     pages: Tensor, wanted: Tensor, num_blocks: int, dtype: torch.dtype, scale: Tensor | None
 ) -> Tensor:
     """[num_pages + 1, page_size, kv_heads, head_dim] -> [B, kv_heads, T, head_dim] of ``dtype``."""
-    flat = pages.view(pages.shape[0], -1)
-    if scale is None:
-        found = flat.index_select(0, wanted)
-    else:  # float8 cannot be indexed
-        bits = flat.view(torch.uint8).index_select(0, wanted)
-        found = (bits.view(pages.dtype).float() * scale).to(dtype)
+    found = gathered(pages.view(pages.shape[0], -1), wanted, scale, dtype)
     return found.view(num_blocks, -1, *pages.shape[2:]).transpose(1, 2)
 
 

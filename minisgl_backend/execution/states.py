@@ -14,7 +14,6 @@ when a slot is copied.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -26,7 +25,7 @@ from minisgl_backend.execution.flat_batch import FlatBatch
 from minisgl_backend.kernels.delta_runs import BLOCK, Run, Runs, num_blocks, runs_table
 from minisgl_backend.kernels.gated_delta import DeltaStates
 from minisgl_backend.kernels.layer_states import LayerStates, PendingUpdates
-from minisgl_backend.models.spec import DeltaSpec, RecurrentSpec
+from minisgl_backend.models.spec import DeltaSpec, RecurrentSpec, state_bytes
 from minisgl_backend.plan import NO_SNAPSHOT
 from minisgl_backend.request import IntArray
 
@@ -142,6 +141,4 @@ def pending_bytes(shape: RecurrentSpec) -> int:
 def bytes_per_slot(shape: RecurrentSpec, dtype: torch.dtype, state_dtype: torch.dtype) -> int:
     """The bytes of the states of one row or snapshot in all layers, on one rank. The types are as
     in ``StateStorage``."""
-    conv = shape.num_channels * (shape.conv_width - 1) * dtype.itemsize
-    matrices = math.prod(shape.matrices) * state_dtype.itemsize
-    return len(shape.layers) * (conv + matrices)
+    return state_bytes(shape, dtype.itemsize, state_dtype.itemsize)

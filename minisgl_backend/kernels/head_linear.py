@@ -14,7 +14,7 @@ from torch import Tensor
 
 from minisgl_backend.kernels.dispatch import shared_bytes, use_triton
 
-MOST_TOKENS: Final = 64
+_MOST_TOKENS: Final = 64
 """The most tokens that the kernel takes: a tile has all of them."""
 _MOST_INPUTS: Final = 512
 """The most in_features: a tile has all of them."""
@@ -31,7 +31,7 @@ def head_linear(out: Tensor, x: Tensor, weight: Tensor, *, pdl: bool = False) ->
     may be a transposed view.
     """
     num_tokens, _, in_features = x.shape
-    fits = num_tokens <= MOST_TOKENS and in_features <= _MOST_INPUTS and x.itemsize == 2
+    fits = num_tokens <= _MOST_TOKENS and in_features <= _MOST_INPUTS and x.itemsize == 2
     if use_triton(x) and fits and shared_bytes(x.device) >= _LEAST_SHARED_BYTES:
         from minisgl_backend.kernels.triton_kernels.head_linear_kernel import launch_head_linear
 

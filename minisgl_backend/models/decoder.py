@@ -45,7 +45,7 @@ from minisgl_backend.models.decoder_layers import (
 )
 from minisgl_backend.models.gemma4_layer import Gemma4Layer, LayerInputsMaker
 from minisgl_backend.models.latent_attention import LatentAttention
-from minisgl_backend.models.parallel_mixer import RecurrentMixer
+from minisgl_backend.models.recurrent_mixer import RecurrentMixer
 from minisgl_backend.models.rope import query_scales, rotary_table
 from minisgl_backend.models.spec import ModelSpec
 from minisgl_backend.models.token_mixing import RecurrentRows, SelfAttention, StepContext

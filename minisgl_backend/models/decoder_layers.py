@@ -20,7 +20,8 @@ from minisgl_backend.layers.quantized_matrix import Matrices
 from minisgl_backend.models.gated_delta_net import GatedDeltaNet
 from minisgl_backend.models.latent_attention import LatentAttention
 from minisgl_backend.models.mamba import MambaMixer
-from minisgl_backend.models.parallel_mixer import ParallelMixer, RecurrentMixer
+from minisgl_backend.models.parallel_mixer import ParallelMixer
+from minisgl_backend.models.recurrent_mixer import RecurrentMixer
 from minisgl_backend.models.short_conv import ShortConv
 from minisgl_backend.models.spec import ConvSpec, DeltaSpec, MambaSpec, ModelSpec, RecurrentSpec
 from minisgl_backend.models.token_mixing import SelfAttention, StepContext, TokenMixer

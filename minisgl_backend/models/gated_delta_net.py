@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from minisgl_backend.kernels.gated_delta import (
     DeltaInputs,
@@ -24,7 +24,7 @@ from minisgl_backend.kernels.gated_delta import (
 )
 from minisgl_backend.kernels.layer_states import LayerStates
 from minisgl_backend.layers.linear import MergedColumnLinear, RowLinear
-from minisgl_backend.layers.norm import Normed, RMSNorm
+from minisgl_backend.layers.norm import Normed
 from minisgl_backend.layers.quantized_matrix import Matrices
 from minisgl_backend.layers.weight_place import (
     Place,
@@ -34,6 +34,7 @@ from minisgl_backend.layers.weight_place import (
     even_share,
     whole,
 )
+from minisgl_backend.models.recurrent_mixer import RecurrentMixer
 from minisgl_backend.models.spec import DeltaSpec, ModelSpec
 from minisgl_backend.models.token_mixing import StepContext
 from minisgl_backend.parallel.group import Group
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from minisgl_backend.kernels.cuda.linear import TensorCores
 
 
-class GatedDeltaNet(nn.Module):
+class GatedDeltaNet(RecurrentMixer):
     """The layer (``TokenMixer``), with this rank's heads.
 
     Queries and keys have fewer heads than values; consecutive value heads share one. A projection
@@ -104,11 +105,6 @@ class GatedDeltaNet(nn.Module):
     def use_step_kernel(self, kernel: DeltaStepKernel) -> None:
         """Compute decode steps that suit ``kernel``, which is for these heads and states, by it."""
         self._step_kernel = kernel
-
-    def forward(
-        self, residual: Tensor, x: Normed, norm: RMSNorm, step: StepContext
-    ) -> tuple[Tensor, Normed]:
-        return self.out_proj.add_to(residual, Normed(self._mixed(x, step)), norm, pdl=step.pdl)
 
     def rounding(self, num_tokens: int) -> int | None:
         return None  # the projection of the rates reads them as they are

@@ -11,13 +11,12 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from minisgl_backend.kernels.dispatch import at_least_float32
-from minisgl_backend.kernels.layer_states import LayerStates
 from minisgl_backend.kernels.mamba import MambaInputs, MambaWeights, mamba_runs, mamba_step
 from minisgl_backend.layers.linear import MergedColumnLinear, RowLinear
-from minisgl_backend.layers.norm import Normed, RMSNorm
+from minisgl_backend.layers.norm import Normed
 from minisgl_backend.layers.quantized_matrix import Matrices
 from minisgl_backend.layers.weight_place import (
     Place,
@@ -27,12 +26,13 @@ from minisgl_backend.layers.weight_place import (
     even_share,
     kv_head_share,
 )
+from minisgl_backend.models.recurrent_mixer import RecurrentMixer
 from minisgl_backend.models.spec import MambaSpec, ModelSpec
 from minisgl_backend.models.token_mixing import StepContext
 from minisgl_backend.parallel.group import Group
 
 if TYPE_CHECKING:
-    from minisgl_backend.kernels.cuda.linear import TensorCores
+    pass
 
 
 class _NormAcrossRanks:
@@ -52,15 +52,13 @@ class _NormAcrossRanks:
         return (wide * torch.rsqrt(mean + self._eps)[:, None] * weight).to(x.dtype)
 
 
-class MambaMixer(nn.Module):
+class MambaMixer(RecurrentMixer):
     """The layer (``TokenMixer``), with this rank's heads.
 
     One projection gives z, the gate of the output; x, the values; B and C, by which states are
     written and read, for each group of heads; and the steps dt. If there are more ranks than
     groups, neighbouring ranks hold the same group's B and C.
     """
-
-    states: LayerStates
 
     def __init__(self, spec: ModelSpec, layer: int, group: Group, matrices: Matrices):
         super().__init__()
@@ -100,23 +98,6 @@ class MambaMixer(nn.Module):
         self._across: _NormAcrossRanks | None = None
         if shape.normed and group.size > shape.num_groups:
             self._across = _NormAcrossRanks(shape, spec.norm_eps, group)
-
-    def bind(self, states: LayerStates) -> None:
-        """Keep the states of rows in ``states`` from now on."""
-        self.states = states
-
-    def use_tensor_cores(self, kernels: TensorCores) -> None:
-        """Compute steps that fit by ``kernels``, which the weights fit."""
-        self.in_proj.use_tensor_cores(kernels)
-        self.out_proj.use_tensor_cores(kernels)
-
-    def forward(
-        self, residual: Tensor, x: Normed, norm: RMSNorm, step: StepContext
-    ) -> tuple[Tensor, Normed]:
-        return self.out_proj.add_to(residual, Normed(self._mixed(x, step)), norm, pdl=step.pdl)
-
-    def rounding(self, num_tokens: int) -> int | None:
-        return self.in_proj.matrix.rounding(num_tokens)
 
     def _mixed(self, x: Normed, step: StepContext) -> Tensor:
         """[num_tokens, num_heads * head_dim]"""

@@ -6,19 +6,13 @@ Knows the names of both in the checkpoint. Must not know how either mixes tokens
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TypeAlias
 
 from torch import Tensor, nn
 
 from minisgl_backend.layers.norm import Normed, RMSNorm
 from minisgl_backend.layers.weight_place import Place, collect_places
-from minisgl_backend.models.gated_delta_net import GatedDeltaNet
-from minisgl_backend.models.mamba import MambaMixer
-from minisgl_backend.models.short_conv import ShortConv
+from minisgl_backend.models.recurrent_mixer import RecurrentMixer
 from minisgl_backend.models.token_mixing import SelfAttention, StepContext
-
-RecurrentMixer: TypeAlias = GatedDeltaNet | MambaMixer | ShortConv
-"""Token mixing that keeps a state of each row (``LayerStates``)."""
 
 
 class ParallelMixer(nn.Module):

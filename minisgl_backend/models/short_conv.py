@@ -11,12 +11,11 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from minisgl_backend.kernels.layer_states import LayerStates
 from minisgl_backend.kernels.short_conv import ShortConvInputs, short_conv_runs, short_conv_step
 from minisgl_backend.layers.linear import MergedColumnLinear, RowLinear
-from minisgl_backend.layers.norm import Normed, RMSNorm
+from minisgl_backend.layers.norm import Normed
 from minisgl_backend.layers.quantized_matrix import Matrices
 from minisgl_backend.layers.weight_place import (
     Place,
@@ -25,18 +24,17 @@ from minisgl_backend.layers.weight_place import (
     empty_parameter,
     even_share,
 )
+from minisgl_backend.models.recurrent_mixer import RecurrentMixer
 from minisgl_backend.models.spec import ConvSpec, ModelSpec
 from minisgl_backend.models.token_mixing import StepContext
 from minisgl_backend.parallel.group import Group
 
 if TYPE_CHECKING:
-    from minisgl_backend.kernels.cuda.linear import TensorCores
+    pass
 
 
-class ShortConv(nn.Module):
+class ShortConv(RecurrentMixer):
     """The layer (``TokenMixer``), with this rank's channels."""
-
-    states: LayerStates
 
     def __init__(self, spec: ModelSpec, layer: int, group: Group, matrices: Matrices):
         super().__init__()
@@ -63,28 +61,11 @@ class ShortConv(nn.Module):
         self.conv = empty_parameter(self._channels.size, shape.conv_width)
         self.conv_bias = empty_parameter(self._channels.size) if shape.bias else None
 
-    def bind(self, states: LayerStates) -> None:
-        """Keep the states of rows in ``states`` from now on."""
-        self.states = states
-
-    def use_tensor_cores(self, kernels: TensorCores) -> None:
-        """Compute steps that fit by ``kernels``, which the weights fit."""
-        self.in_proj.use_tensor_cores(kernels)
-        self.out_proj.use_tensor_cores(kernels)
-
-    def forward(
-        self, residual: Tensor, x: Normed, norm: RMSNorm, step: StepContext
-    ) -> tuple[Tensor, Normed]:
-        return self.out_proj.add_to(residual, Normed(self._mixed(x, step)), norm, pdl=step.pdl)
-
     def output(self, x: Normed, step: StepContext) -> Tensor:
         """What ``forward`` adds to the residual stream, [num_tokens, hidden_size], for layers that
         change it first."""
         output: Tensor = self.out_proj(Normed(self._mixed(x, step)), pdl=step.pdl)
         return output
-
-    def rounding(self, num_tokens: int) -> int | None:
-        return self.in_proj.matrix.rounding(num_tokens)
 
     def _mixed(self, x: Normed, step: StepContext) -> Tensor:
         """[num_tokens, this rank's channels]"""

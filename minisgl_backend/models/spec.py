@@ -287,6 +287,13 @@ RecurrentSpec: TypeAlias = DeltaSpec | MambaSpec | ConvSpec
 """The layers that keep a state of a fixed size for each row."""
 
 
+def state_bytes(shape: RecurrentSpec, item_bytes: int, matrix_item_bytes: int) -> int:
+    """The bytes of the states of one row or snapshot in all layers: inputs of convolutions, of
+    ``item_bytes`` each, and matrices, of ``matrix_item_bytes`` a number."""
+    inputs = shape.num_channels * (shape.conv_width - 1) * item_bytes
+    return len(shape.layers) * (inputs + math.prod(shape.matrices) * matrix_item_bytes)
+
+
 Part: TypeAlias = Literal["mixer", "feed-forward"]
 """A part of a layer: token mixing, or what computes each token for itself."""
 

@@ -38,6 +38,9 @@ _FEW_BLOCKS: Final = 66
 _MOST_SMALL: Final = 8 * 2**20
 """The GEMM of a weight of up to this many elements takes half of the multiprocessors."""
 
+_MOST_OF_NARROW: Final = 64
+"""Up to this many tokens, tiles of 64 features leave room for two thread blocks a multiprocessor."""
+
 _LEAST_EVEN: Final = 40
 """If each multiprocessor has at least this number of steps, of 64 in_features of a tile, all thread
 blocks take even parts."""
@@ -272,7 +275,8 @@ def _cut_of_large(
     tile = Cut(features, _tokens_of(batch, 128, numbers), stages=1, numbers=numbers, ways=ways)
     # not with few tiles: a multiprocessor has no room for two thread blocks of as many splits
     are_many = 4 * tile.num_tiles(height) > _MOST_BLOCKS
-    two = shared and numbers == PLAIN and batch <= FEW_TOKENS and are_many
+    most = _MOST_OF_NARROW if features == 64 else FEW_TOKENS
+    two = shared and numbers == PLAIN and batch <= most and are_many
     return _whole_or_split(batch, height, in_features, tile, _MOST_BLOCKS * (2 if two else 1))
 
 

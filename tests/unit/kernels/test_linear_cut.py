@@ -153,6 +153,8 @@ def test_few_tokens_take_two_thread_blocks_a_multiprocessor() -> None:
     assert cut_of(8, 5120, 2048, head_dim=128, shared=False) == Cut(128, 8, stages=8, splits=2)
     assert cut_of(32, 5120, 2048, head_dim=128) == Cut(128, 32, stages=8, splits=2)
     assert cut_of(16, 12288, 2048) == Cut(128, 16, stages=5, splits=2)
+    for tokens, stages in ((32, 8), (64, 6)):  # tiles of narrow heads, as gpt-oss-20b has
+        assert cut_of(tokens, 5120, 2880, head_dim=64) == Cut(64, tokens, stages, splits=2)
     assert cut_of(8, 4096, 4096) == cut_of(8, 4096, 4096, shared=False)
 
 

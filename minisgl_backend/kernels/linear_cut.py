@@ -39,7 +39,7 @@ _MOST_SMALL: Final = 8 * 2**20
 """The GEMM of a weight of up to this many elements takes half of the multiprocessors."""
 
 _MOST_OF_NARROW: Final = 64
-"""Up to this many tokens, tiles of 64 features leave room for two thread blocks a multiprocessor."""
+"""Up to this many tokens, two thread blocks with tiles of 64 features fit on a multiprocessor."""
 
 _LEAST_EVEN: Final = 40
 """If each multiprocessor has at least this number of steps, of 64 in_features of a tile, all thread

@@ -60,7 +60,7 @@ class DeltaWeights:
 
     ``conv`` [num_channels, width] is the convolution's; its last column is for the token itself.
     ``log_rates`` of the decay and ``biases`` are [num_heads]. ``norm`` [value_dim] is the weight of
-    the output's norm, and ``eps`` that norm's.
+    the output's norm, and ``eps`` that norm's. Rates are up to ``rate_scale``, at most 2.
     """
 
     num_key_heads: int
@@ -69,6 +69,7 @@ class DeltaWeights:
     biases: Tensor
     norm: Tensor
     eps: float
+    rate_scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -122,6 +123,7 @@ def delta_step(
         positions,
         num_key_heads=weights.num_key_heads,
         eps=weights.eps,
+        rate_scale=weights.rate_scale,
         pdl=pdl,
     )
 
@@ -151,6 +153,7 @@ def delta_runs(
         runs.lines,
         num_key_heads=weights.num_key_heads,
         eps=weights.eps,
+        rate_scale=weights.rate_scale,
     )
 
 
@@ -204,7 +207,7 @@ def _rates(inputs: DeltaInputs, weights: DeltaWeights) -> tuple[Tensor, Tensor]:
     """The log of each head's decay and the rate at which it learns, float32
     [num_tokens, num_heads]."""
     a, b = inputs.a.float() + weights.biases.float(), inputs.b.float()
-    return -weights.log_rates.float().exp() * F.softplus(a), b.sigmoid()
+    return -weights.log_rates.float().exp() * F.softplus(a), weights.rate_scale * b.sigmoid()
 
 
 def _gated(found: Tensor, z: Tensor, weights: DeltaWeights) -> Tensor:

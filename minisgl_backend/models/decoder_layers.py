@@ -88,10 +88,12 @@ class DecoderLayer(_TwoPartLayer):
         self, residual: Tensor, x: Normed, next_norm: RMSNorm | None, step: StepContext
     ) -> tuple[Tensor, Normed]:
         """``x`` is ``residual`` after this layer's norm. Returns the new residual stream, and the
-        same after the next layer's norm."""
+        same after the next layer's norm, if it has one."""
         feed_forward: FeedForward = self.mlp
-        assert next_norm is not None  # all layers of a model are of one kind
         residual, x = self.mixer(residual, x, self.post_attention_layernorm, step)
+        if next_norm is None:  # the next layer normalizes what its parts add, not what they read
+            residual += self.mlp.output(x, pdl=step.pdl, adapted=step.adapted)
+            return residual, Normed(residual)
         return feed_forward(residual, x, next_norm, pdl=step.pdl, adapted=step.adapted)
 
 
@@ -162,7 +164,7 @@ class PostNormLayer(nn.Module):
         def norm(scale: float = 1.0) -> RMSNorm:
             return RMSNorm(spec.hidden_size, spec.norm_eps, scale=scale, offset=spec.norm_offset)
 
-        has_both = spec.norms == "around"
+        has_both = spec.norms_of(layer) == "around"
         self.input_layernorm = norm() if has_both else None
         self._mixer_name, mixer = _token_mixer(spec, layer, group, matrices)
         assert isinstance(mixer, (SelfAttention, ShortConv))  # others do not give their output

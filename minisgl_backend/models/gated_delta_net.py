@@ -87,7 +87,7 @@ class GatedDeltaNet(RecurrentMixer):
         self.conv = empty_parameter(self.local.num_channels, shape.conv_width)
         self.log_decay, self.decay_bias = empty_parameter(heads.size), empty_parameter(heads.size)
         self.norm_weight = empty_parameter(shape.value_dim)
-        self.eps = spec.norm_eps
+        self.eps = spec.norm_eps if shape.norm_eps is None else shape.norm_eps
         self._heads = heads
         self._step_kernel: DeltaStepKernel | None = None
 
@@ -147,6 +147,7 @@ class GatedDeltaNet(RecurrentMixer):
             self.decay_bias,
             self.norm_weight,
             self.eps,
+            self.local.rate_scale,
         )
 
     def places(self) -> Iterator[tuple[str, Place]]:

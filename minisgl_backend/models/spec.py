@@ -113,7 +113,9 @@ class MoeSpec:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaSpec:
     """The Gated DeltaNet layers; ``layers`` are those that mix tokens in this way.
-    ``state_dtype``: the type that the checkpoint names for states.
+    ``state_dtype``: the type that the checkpoint names for states. Rates are sigmoids, times
+    ``rate_scale``: with 2 a token may also turn round what the state has for its key. ``norm_eps``
+    is that of the output's norm, unless it is the model's.
     """
 
     num_key_heads: int
@@ -123,6 +125,8 @@ class DeltaSpec:
     conv_width: int
     layers: frozenset[int]
     state_dtype: str = "float32"
+    rate_scale: float = 1.0
+    norm_eps: float | None = None
 
     @property
     def key_size(self) -> int:
@@ -294,6 +298,9 @@ def state_bytes(shape: RecurrentSpec, item_bytes: int, matrix_item_bytes: int) -
     return len(shape.layers) * (inputs + math.prod(shape.matrices) * matrix_item_bytes)
 
 
+Norms: TypeAlias = Literal["before", "after", "around"]
+"""Where the norms of a layer's parts are."""
+
 Part: TypeAlias = Literal["mixer", "feed-forward"]
 """A part of a layer: token mixing, or what computes each token for itself."""
 
@@ -368,13 +375,14 @@ class ModelSpec:
     token together; "rotated": each head separately, after its rotation; "unweighted": each head
     separately, without weights, in layers that rotate. ``query_growth``: queries grow with their
     position. ``norms``: whether a layer's parts normalize their inputs, or their outputs before
-    they are added to the residual stream, or both; ``norm_offset`` is added to the weights of all
-    norms. With ``centered_norms`` norms of the residual stream first subtract the mean: they are
-    LayerNorms without biases; only with ``parallel_parts``, by which both parts of a layer read the
-    same norm of its input, and both are added to it; then ``norms`` are those of inputs, and each
-    layer has attention. ``gate``: that of feed-forward blocks other than experts; None: they have
-    no gates, but the square of ReLU. ``attention_scale`` multiplies the scores, by default head_dim
-    to the power of -1/2; ``score_cap`` then bounds them as ``logit_cap`` bounds logits.
+    they are added to the residual stream, or both; "by mixer": outputs in layers with attention,
+    and inputs in the others. ``norm_offset`` is added to the weights of all norms. With
+    ``centered_norms`` norms of the residual stream first subtract the mean: they are LayerNorms
+    without biases; only with ``parallel_parts``, by which both parts of a layer read the same norm
+    of its input, and both are added to it; then ``norms`` are those of inputs, and each layer has
+    attention. ``gate``: that of feed-forward blocks other than experts; None: they have no gates,
+    but the square of ReLU. ``attention_scale`` multiplies the scores, by default head_dim to the
+    power of -1/2; ``score_cap`` then bounds them as ``logit_cap`` bounds logits.
     ``embedding_scale`` multiplies the embeddings, ``branch_scale`` what each part of a layer adds
     to the residual stream, and ``logit_scale`` the logits. ``gated_attention``: attention's output
     is multiplied by a gate computed from its input; with ``gates_apart`` by a projection of its
@@ -417,7 +425,7 @@ class ModelSpec:
     mlp_bias: bool = False
     qk_norm: Literal["head", "rotated", "token", "unweighted"] | None = None
     query_growth: QueryGrowth | None = None
-    norms: Literal["before", "after", "around"] = "before"
+    norms: Norms | Literal["by mixer"] = "before"
     norm_offset: float = 0.0
     centered_norms: bool = False
     parallel_parts: bool = False
@@ -456,6 +464,7 @@ class ModelSpec:
                 "norms that subtract the mean are supported only if both parts of a layer read the "
                 "same one"
             )
+        assert self.norms != "by mixer" or self.branch_scale == 1.0
         layers = [
             (self.rope_of(layer), self.kv_heads_of(layer), self.rotary_head_dim(layer))
             for layer in range(self.num_layers)
@@ -517,6 +526,12 @@ class ModelSpec:
         """Whether a layer mixes tokens by attention."""
         is_recurrent = self.recurrent is not None and layer in self.recurrent.layers
         return self.has_part(layer, "mixer") and (self.parallel_mixers or not is_recurrent)
+
+    def norms_of(self, layer: int) -> Norms:
+        """Where the norms of a layer's parts are."""
+        if self.norms == "by mixer":
+            return "after" if self.attends(layer) else "before"
+        return self.norms
 
     def kv_source(self, layer: int) -> int:
         """The layer whose keys and values a layer with attention reads, usually its own."""

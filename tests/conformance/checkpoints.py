@@ -965,6 +965,16 @@ def _lfm3(**changes: Any) -> PreTrainedModel:
     return cast(PreTrainedModel, _newer("Lfm3ForCausalLM")(config))
 
 
+def _olmo_hybrid(**changes: Any) -> PreTrainedModel:
+    """Its attention does not rotate, and its rates are up to 2. Keys and values have the same size,
+    since transformers cuts the convolution into thirds when it saves it."""
+    sizes = {"num_hidden_layers": 5, "linear_num_key_heads": 4, "linear_num_value_heads": 8}
+    sizes |= {"linear_key_head_dim": 12, "linear_value_head_dim": 6}
+    still = {"rope_parameters": {"rope_type": "default", "rope_theta": None}}
+    config = _newer("OlmoHybridConfig")(**{**_SHAPE, **sizes, **still, **changes})
+    return cast(PreTrainedModel, _newer("OlmoHybridForCausalLM")(config))
+
+
 _EYE: Final = MappingProxyType(
     {
         "hidden_size": 32,
@@ -1401,6 +1411,19 @@ CASES: Final[Mapping[str, Callable[[], PreTrainedModel]]] = MappingProxyType(
             conv_bias=True,
             conv_L_cache=3,
             tie_word_embeddings=False,
+        ),
+        "olmo-hybrid": _olmo_hybrid,
+        "olmo-hybrid-rotating": lambda: _olmo_hybrid(
+            rope_parameters=dict(_YARN),
+            layer_types=["full_attention", *["linear_attention"] * 2, "full_attention"],
+            num_hidden_layers=4,
+            linear_allow_neg_eigval=False,
+            linear_num_value_heads=4,
+            linear_key_head_dim=16,
+            linear_value_head_dim=16,
+            linear_conv_kernel_dim=3,
+            attention_bias=True,
+            tie_word_embeddings=True,
         ),
     }
 )

@@ -105,6 +105,7 @@ def _tensors(output: object) -> list[Tensor]:
         ("nemotron-h", True),
         ("granite-hybrid-dense", False),
         ("lfm2", True),
+        ("olmo-hybrid", False),
         ("cohere2", True),
         ("llama4", True),
     ],

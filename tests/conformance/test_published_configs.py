@@ -16,6 +16,7 @@ from typing import Any, Final
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from tests.conformance.checkpoints import CONTEXT, VOCAB_SIZE, class_of, draw
 from tests.conformance.engines import TinyEngine, load_model, prompts_with_shared_prefixes
@@ -956,6 +957,26 @@ CONFIGS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
             },
             "rope_theta": 500000,
             "sliding_window": 20,
+            **_SIZES,
+        },
+        "olmo-hybrid-7b": {
+            "architectures": ["OlmoHybridForCausalLM"],
+            "model_type": "olmo_hybrid",
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "dtype": "float32",
+            "hidden_act": "silu",
+            "layer_types": [*["linear_attention"] * 3, "full_attention"],
+            "linear_allow_neg_eigval": True,
+            "linear_conv_kernel_dim": 4,
+            "linear_key_head_dim": 12,
+            "linear_num_key_heads": 4,
+            "linear_num_value_heads": 4,
+            "linear_value_head_dim": 24,
+            "max_position_embeddings": CONTEXT,
+            "rms_norm_eps": 1e-06,
+            "rope_parameters": {"rope_theta": None, "rope_type": "default"},
+            "tie_word_embeddings": False,
             **_SIZES,
         },
         "granite-3": {
@@ -1914,9 +1935,23 @@ def test_tokens_are_equal(name: str, tmp_path: Path) -> None:
             own.replace("model.language_model.blocks.", "language_model.model.layers."): tensor
             for own, tensor in tensors.items()
         }
+    if name == "olmo-hybrid-7b":
+        tensors = _with_parts_of_convolutions(tensors, key_size=48)
     save_file(tensors, weights)
     prompts = prompts_with_shared_prefixes(vocab_size=VOCAB_SIZE, longest=110, seed=7)
     model = load_model(tmp_path, context=CONTEXT)
     with TinyEngine(model, context=CONTEXT, page_size=16) as engine:
         outcome = engine.run(prompts, [GREEDY] * len(prompts))
     assert outcome.tokens == Answers([theirs] * len(prompts), prompts).tokens(outcome.tokens)
+
+
+def _with_parts_of_convolutions(tensors: Mapping[str, Tensor], key_size: int) -> dict[str, Tensor]:
+    """The convolutions cut as publishers do, into those of queries, keys and values: transformers
+    cuts into thirds when it saves them."""
+    found = dict(tensors)
+    for query in [name for name in found if name.endswith("q_conv1d.weight")]:
+        names = [query.replace("q_conv1d", f"{part}_conv1d") for part in "qkv"]
+        whole = torch.cat([found[name] for name in names])
+        cut = whole.tensor_split([key_size, 2 * key_size])
+        found |= {name: part.contiguous() for name, part in zip(names, cut, strict=True)}
+    return found

@@ -35,6 +35,7 @@ DENSE = [
     # not granite-hybrid-dense: older versions of transformers normalize its groups together
     *("nemotron-h", "nemotron-h-biases", "bamba"),
     *("falcon-h1", "falcon-h1-norm", "lfm2", "lfm2-biases", "lfm3"),
+    *("olmo-hybrid", "olmo-hybrid-rotating"),
 ]
 EXPERTS = [
     *("qwen3.5-experts", "qwen3.5-experts-multimodal", "qwen3-next", "qwen3-next-sparse"),

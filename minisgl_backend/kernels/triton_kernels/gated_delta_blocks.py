@@ -119,6 +119,7 @@ def _solve_blocks(
     KP: tl.constexpr,
     VP: tl.constexpr,
     TOKENS: tl.constexpr,
+    RATE_SCALE: tl.constexpr,
     SYSTEM_KIND: tl.constexpr,  # of the operands that invert the system
     PRECISION: tl.constexpr,
 ):
@@ -167,7 +168,7 @@ def _solve_blocks(
         base = block * HEADS + head
         g = tl.load(decays_ptr + base * TOKENS + n)
         b = tl.load(b_ptr + t * b_stride + head, mask=inside, other=0.0)
-        rate = tl.where(inside, tl.sigmoid(b.to(tl.float32)), 0.0)
+        rate = tl.where(inside, tl.sigmoid(b.to(tl.float32)) * RATE_SCALE, 0.0)
         system = alike * between(g, causal) * rate[:, None]
         to_exchanged = exchanged_ptr + base * (TOKENS * 16)
         inverse = _inverse(system, to_exchanged, SYSTEM_KIND, PRECISION)
@@ -304,6 +305,7 @@ def launch_rule_blocks(
     *,
     num_key_heads: int,
     eps: float,
+    rate_scale: float,
 ) -> None:
     """The rule of ``minisgl_backend.kernels.gated_delta.delta_runs``. ``channels`` have gone
     through the convolution. ``weights`` are the decay's log rates and biases, and the norm's
@@ -317,7 +319,7 @@ def launch_rule_blocks(
     # at least 64: with narrower operands, four warps multiply what lies beyond shared memory
     kp, vp = (max(64, triton.next_power_of_2(size)) for size in (key_dim, value_dim))
     # With 16-bit inputs, an inverse is rounded to 16 bits in any case. Its operands are not large:
-    # corrections with rates of at most 1 enlarge nothing. So float16 suffices, which has as many
+    # corrections with rates of at most 2 enlarge nothing. So float16 suffices, which has as many
     # bits as tf32, and whose operands the tensor cores take in any order.
     is_wide = channels.dtype == torch.float32
     precision, system_kind = ("tf32x3", tl.float32) if is_wide else ("tf32", tl.float16)
@@ -354,6 +356,7 @@ def launch_rule_blocks(
         KP=kp,
         VP=vp,
         TOKENS=BLOCK,
+        RATE_SCALE=rate_scale,
         SYSTEM_KIND=system_kind,
         PRECISION=precision,
         num_warps=4,

@@ -28,6 +28,10 @@ same bits, and the convolution's inputs stay in registers. With more rows, bytes
 slower."""
 
 
+_MOST_OF_FOUR_WARPS: Final = 128 * 128
+"""Numbers of a state that four warps hold in registers."""
+
+
 @triton.jit
 def _both(a, b, c, d):
     return a + c, b + d
@@ -69,6 +73,7 @@ def _step(
     VP: tl.constexpr,
     WIDTH: tl.constexpr,  # of the convolution
     EVERY: tl.constexpr,
+    RATE_SCALE: tl.constexpr,
     FEW: tl.constexpr,  # see _FEW_ROWS
     PDL: tl.constexpr,
 ):
@@ -120,7 +125,7 @@ def _step(
     k_input = tl.load(token + of_k, mask=in_k, other=0.0)
     v_input = tl.load(token + of_v, mask=in_v, other=0.0)
     z = tl.load(z_ptr + row * z_stride + head * V + j, mask=in_v, other=0.0).to(tl.float32)
-    rate = tl.sigmoid(tl.load(b_ptr + row * b_stride + head).to(tl.float32))
+    rate = tl.sigmoid(tl.load(b_ptr + row * b_stride + head).to(tl.float32)) * RATE_SCALE
     decay = tl.exp(log_decay(tl.load(a_ptr + row * a_stride + head), log_rate, bias))
     q = conv_ended(q_begun, q_own, q_input)
     k = conv_ended(k_begun, k_own, k_input)
@@ -178,6 +183,7 @@ def launch_step(
     *,
     num_key_heads: int,
     eps: float,
+    rate_scale: float,
     pdl: bool,
 ) -> None:
     """See ``minisgl_backend.kernels.gated_delta.delta_step``. ``weights``: the convolution's
@@ -190,6 +196,7 @@ def launch_step(
     assert all(of.is_contiguous() for of in (out, conv, inputs[0], matrices[0], readers, *pending))
     assert a.stride(1) == b.stride(1) == x.stride(1) == z.stride(2) == 1
     assert z.stride(1) == value_dim and inputs.shape[2] == conv.shape[1] - 1
+    kp, vp = triton.next_power_of_2(key_dim), triton.next_power_of_2(value_dim)
     _step[(num_heads, num_rows)](
         out,
         x,
@@ -213,12 +220,13 @@ def launch_step(
         HEADS=num_heads,
         K=key_dim,
         V=value_dim,
-        KP=triton.next_power_of_2(key_dim),
-        VP=triton.next_power_of_2(value_dim),
+        KP=kp,
+        VP=vp,
         WIDTH=conv.shape[1],
         EVERY=WHOLE_EVERY,
+        RATE_SCALE=rate_scale,
         FEW=num_rows <= _FEW_ROWS,
         PDL=pdl,
-        num_warps=4,
+        num_warps=4 if kp * vp <= _MOST_OF_FOUR_WARPS else 8,
         **launch_options(pdl),
     )

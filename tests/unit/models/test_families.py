@@ -83,6 +83,7 @@ from tests.unit.models.config_jsons import (
     NEMOTRON_NANO_9B_V2,
     OLMO_2_7B,
     OLMO_3_7B,
+    OLMO_HYBRID_7B,
     OLMOE_1B_7B,
     PHI_4_MINI,
     PIXTRAL_12B,
@@ -416,6 +417,29 @@ def test_windows_of_olmo_3_rotate_without_stretching() -> None:
     assert parse_spec(values) == spec
     with pytest.raises(ConfigError, match="layer_types must be 32 of"):
         parse_spec({**OLMO_3_7B, "layer_types": ["full_attention"]})
+
+
+def test_layers_of_olmo_hybrid() -> None:
+    spec = parse_spec(OLMO_HYBRID_7B)
+    delta = spec.recurrent
+    assert isinstance(delta, DeltaSpec) and len(delta.layers) == 24
+    assert delta.matrices == (30, 96, 192) and (delta.rate_scale, delta.norm_eps) == (2.0, 1e-5)
+    assert [spec.norms_of(layer) for layer in range(4)] == [*["before"] * 3, "after"]
+    assert (spec.norm_eps, spec.qk_norm, spec.context) == (1e-6, "token", 65536)
+    assert spec.ropes == (None,) * 32 and 7.3 < spec.num_parameters / 1e9 < 7.5
+    left_out = {key for key in OLMO_HYBRID_7B if key.startswith("linear_")}
+    left_out |= {"layer_types", "num_key_value_heads", "max_position_embeddings"}
+    assert parse_spec({k: v for k, v in OLMO_HYBRID_7B.items() if k not in left_out}) == spec
+    assert parse_spec({**OLMO_HYBRID_7B, "rope_parameters": {}, "rope_theta": None}) == spec
+
+    rotating = parse_spec({**OLMO_HYBRID_7B, "rope_parameters": None, "rope_theta": 5e5})
+    assert not rotating.ropes and rotating.rope.theta == 5e5
+    gentle = parse_spec({**OLMO_HYBRID_7B, "linear_allow_neg_eigval": False})
+    assert isinstance(gentle.recurrent, DeltaSpec) and gentle.recurrent.rate_scale == 1.0
+    with pytest.raises(ConfigError, match="layer_types must be linear_attention for some layers"):
+        parse_spec({**OLMO_HYBRID_7B, "layer_types": ["full_attention"] * 32})
+    with pytest.raises(ConfigError, match="linear_num_value_heads must be a multiple of"):
+        parse_spec({**OLMO_HYBRID_7B, "linear_num_value_heads": 20})
 
 
 def test_layers_of_smollm_3_without_rotation() -> None:
@@ -1570,6 +1594,7 @@ def test_every_architecture_is_tested() -> None:
             COMMAND_R7B,
             GEMMA_7B,
             GEMMA_2_9B,
+            OLMO_HYBRID_7B,
         ),
     )
     found = {parse_spec(config).architecture for config in configs}

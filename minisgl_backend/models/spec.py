@@ -151,10 +151,9 @@ class DeltaSpec:
         """What a token adds to the matrices: the number of keys, of values, and their sizes."""
         return self.num_key_heads, self.num_heads, self.key_dim, self.value_dim
 
-    @property
-    def num_rows(self) -> int:
-        """Number of rows of hidden_size numbers in a layer's projections."""
-        return self.num_channels + 2 * self.value_size + 2 * self.num_heads
+    def num_weights(self, hidden_size: int) -> int:
+        """Number of weights of a layer's projections."""
+        return hidden_size * (self.num_channels + 2 * self.value_size + 2 * self.num_heads)
 
     def of_rank(self, num_ranks: int) -> DeltaSpec:
         """The heads of one of ``num_ranks`` ranks; raises ``ConfigError`` if they do not split."""
@@ -168,6 +167,24 @@ class DeltaSpec:
             num_key_heads=self.num_key_heads // num_ranks,
             num_heads=self.num_heads // num_ranks,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KimiDeltaSpec(DeltaSpec):
+    """The layers with Kimi Delta Attention: Gated DeltaNet in which each dimension of a key has a
+    decay of its own. All heads have keys and values, of the same size. Decays and gates of outputs
+    go through as many numbers as a head has."""
+
+    @property
+    def updates(self) -> tuple[int, int, int, int]:
+        """As in the other specs: no step leaves updates pending."""
+        return 0, 0, 0, 0
+
+    def num_weights(self, hidden_size: int) -> int:
+        """Number of weights of a layer's projections."""
+        num_inputs = self.num_channels + self.num_heads + 2 * self.key_dim
+        narrow = self.key_dim * (self.key_size + self.value_size)
+        return hidden_size * (num_inputs + self.value_size) + narrow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,10 +241,9 @@ class MambaSpec:
         """What a token adds to the matrices: the number of keys, of values, and their sizes."""
         return self.num_groups, self.num_heads, self.state_size, self.head_dim
 
-    @property
-    def num_rows(self) -> int:
-        """Number of rows of hidden_size numbers in a layer's projections."""
-        return self.num_channels + 2 * self.inner_size + self.num_heads
+    def num_weights(self, hidden_size: int) -> int:
+        """Number of weights of a layer's projections."""
+        return hidden_size * (self.num_channels + 2 * self.inner_size + self.num_heads)
 
     def of_rank(self, num_ranks: int) -> MambaSpec:
         """The heads of one of ``num_ranks`` ranks; raises ``ConfigError`` if they do not split. If
@@ -271,10 +287,9 @@ class ConvSpec:
         """As in the other specs: of the matrices, which have no numbers here."""
         return "float32"
 
-    @property
-    def num_rows(self) -> int:
-        """Number of rows of hidden_size numbers in a layer's projections."""
-        return 4 * self.num_channels
+    def num_weights(self, hidden_size: int) -> int:
+        """Number of weights of a layer's projections."""
+        return 4 * hidden_size * self.num_channels
 
     def of_rank(self, num_ranks: int) -> ConvSpec:
         """The channels of one of ``num_ranks`` ranks; raises ``ConfigError`` if they do not
@@ -402,7 +417,7 @@ class ModelSpec:
     each layer multiplies its output by a number. If ``logit_cap`` c is not 0, it bounds logits x as
     c tanh(x / c).
 
-    With ``latent`` all layers have multi-head latent attention. Pages hold the latents: they are
+    With ``latent`` all attention is multi-head latent attention. Pages hold the latents: they are
     the only KV head, whose ``head_dim`` is that of latent and rotated key together.
     """
 
@@ -589,7 +604,7 @@ class ModelSpec:
                 heads += (1 if layer in self.keys_are_values else 2) * own.num_kv_heads
             mixers += (heads * own.head_dim + self.num_gates(layer)) * self.hidden_size
         if (recurrent := self.recurrent) is not None:
-            mixers += len(recurrent.layers) * recurrent.num_rows * self.hidden_size
+            mixers += len(recurrent.layers) * recurrent.num_weights(self.hidden_size)
         with_experts, experts = frozenset[int](), 0
         if self.moe is not None:
             with_experts = frozenset() if self.moe.beside else self.moe.layers

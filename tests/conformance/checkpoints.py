@@ -975,6 +975,16 @@ def _olmo_hybrid(**changes: Any) -> PreTrainedModel:
     return cast(PreTrainedModel, _newer("OlmoHybridForCausalLM")(config))
 
 
+def _kimi_linear(**changes: Any) -> PreTrainedModel:
+    """Kimi Delta Attention in three of four layers, and latents that do not rotate."""
+    experts = {"moe_intermediate_size": 48, "num_local_experts": 8, "num_experts_per_tok": 3}
+    kinds = [*["linear_attention"] * 3, "full_attention"]
+    sizes = {"linear_num_heads": 4, "linear_head_dim": 16, "num_hidden_layers": 4}
+    values = {**_SHAPE, **_LATENTS, **experts, **sizes, "layer_types": kinds}
+    values |= {"q_lora_rank": None, **changes}
+    return _corrected(_newer("KimiLinearForCausalLM")(_newer("KimiLinearConfig")(**values)))
+
+
 _EYE: Final = MappingProxyType(
     {
         "hidden_size": 32,
@@ -1424,6 +1434,20 @@ CASES: Final[Mapping[str, Callable[[], PreTrainedModel]]] = MappingProxyType(
             linear_conv_kernel_dim=3,
             attention_bias=True,
             tie_word_embeddings=True,
+        ),
+        "kimi-linear": _kimi_linear,
+        "kimi-linear-queries": lambda: _kimi_linear(
+            q_lora_rank=36,
+            n_group=4,
+            topk_group=2,
+            n_shared_experts=2,
+            norm_topk_prob=False,
+            layer_types=["full_attention", "linear_attention", "full_attention"],
+            mlp_layer_types=["sparse", "dense", "sparse"],
+            num_hidden_layers=3,
+            linear_num_heads=2,
+            linear_head_dim=24,
+            linear_conv_kernel_dim=2,
         ),
     }
 )

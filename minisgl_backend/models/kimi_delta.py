@@ -93,9 +93,8 @@ class KimiDeltaAttention(DeltaMixer):
         of_decays, of_gates = (Normed(part.contiguous()) for part in narrow.split(dim, dim=1))
         a: Tensor = self.f_b_proj(of_decays, pdl=pdl)
         z: Tensor = self.g_b_proj(of_gates, pdl=pdl)
-        by_head = heads, dim
-        qkv = projected[:, :channels]
-        return DeltaInputs(qkv, z.unflatten(1, by_head), a.unflatten(1, by_head), b)
+        by_head = len(b), heads, dim
+        return DeltaInputs(projected[:, :channels], z.view(by_head), a.view(by_head), b)
 
     @property
     def _weights(self) -> DeltaWeights:

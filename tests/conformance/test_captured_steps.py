@@ -106,6 +106,7 @@ def _tensors(output: object) -> list[Tensor]:
         ("granite-hybrid-dense", False),
         ("lfm2", True),
         ("olmo-hybrid", False),
+        ("kimi-linear", True),
         ("cohere2", True),
         ("llama4", True),
     ],

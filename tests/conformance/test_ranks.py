@@ -82,6 +82,7 @@ PAGE_SIZE = 16
         "lfm2-moe",
         "lfm3",
         "olmo-hybrid",
+        "kimi-linear",
         "qwen3-vl-experts",
         "qwen3.5-tied",
         "qwen3-next-sparse",

@@ -40,6 +40,7 @@ DENSE = [
 EXPERTS = [
     *("qwen3.5-experts", "qwen3.5-experts-multimodal", "qwen3-next", "qwen3-next-sparse"),
     *("nemotron-h-experts", "nemotron-h-latent", "granite-hybrid", "lfm2-moe"),
+    *("kimi-linear", "kimi-linear-queries"),
 ]
 
 

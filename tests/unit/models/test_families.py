@@ -17,6 +17,7 @@ from minisgl_backend.models.catalog import ARCHITECTURES, parse_spec
 from minisgl_backend.models.spec import (
     ConvSpec,
     DeltaSpec,
+    KimiDeltaSpec,
     LatentSpec,
     LayerInputs,
     MambaSpec,
@@ -64,6 +65,7 @@ from tests.unit.models.config_jsons import (
     INTERNVL_3_5_8B,
     IQUEST_CODER_40B,
     K_EXAONE,
+    KIMI_LINEAR_48B_A3B,
     LFM2_1_2B,
     LFM2_8B_A1B,
     LFM3_1_7B,
@@ -440,6 +442,50 @@ def test_layers_of_olmo_hybrid() -> None:
         parse_spec({**OLMO_HYBRID_7B, "layer_types": ["full_attention"] * 32})
     with pytest.raises(ConfigError, match="linear_num_value_heads must be a multiple of"):
         parse_spec({**OLMO_HYBRID_7B, "linear_num_value_heads": 20})
+
+
+def test_layers_of_kimi_linear() -> None:
+    spec = parse_spec(KIMI_LINEAR_48B_A3B)
+    delta = spec.recurrent
+    assert isinstance(delta, KimiDeltaSpec) and len(delta.layers) == 20
+    assert (delta.matrices, delta.conv_width, delta.updates) == ((32, 128, 128), 4, (0, 0, 0, 0))
+    assert spec.attention_layers == (3, 7, 11, 15, 19, 23, 26) and spec.ropes == (None,) * 27
+    assert spec.latent == LatentSpec(latent_dim=512, rope_dim=64, nope_dim=128, value_dim=128)
+    assert spec.attention_scale == 192**-0.5 and spec.context == 2**20 and spec.norm_eps == 1e-5
+    assert spec.moe is not None and spec.moe.layers == frozenset(range(1, 27))
+    routing = spec.moe.experts.routing
+    assert (routing.num_experts, routing.top_k, routing.scale) == (256, 8, 2.446)
+    assert routing.sigmoid and routing.corrected and routing.normalize
+    assert 48 < spec.num_parameters / 1e9 < 49.2
+    assert delta.of_rank(4).matrices == (8, 128, 128)
+
+    kinds = [
+        "full_attention" if n in spec.attention_layers else "linear_attention" for n in range(27)
+    ]
+    left_out = {"linear_attn_config", "first_k_dense_replace", "model_max_length", "num_experts"}
+    left_out |= {"kv_lora_rank", "num_experts_per_token", "q_lora_rank", "routed_scaling_factor"}
+    short = {k: v for k, v in KIMI_LINEAR_48B_A3B.items() if k not in left_out}
+    assert parse_spec({**short, "layer_types": kinds}) == spec
+    by_default = parse_spec(short)
+    assert by_default.attention_layers == (4, 8, 12, 16, 20, 24)
+    dense = parse_spec({**KIMI_LINEAR_48B_A3B, "mlp_layer_types": ["dense"] * 27})
+    assert dense.moe is None
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"mla_use_nope": False}, "mla_use_nope False is not supported, only True"),
+        ({"moe_router_activation_func": "softmax"}, "moe_router_activation_func 'softmax' is not"),
+        ({"rope_scaling": {"type": "yarn"}}, "rope_scaling {'type': 'yarn'} is not supported"),
+        ({"attention_bias": True}, "attention_bias True is not supported"),
+        ({"num_hidden_layers": 28}, "kda_layers must be the layers from 1 to 28 that are not in"),
+        ({"linear_attn_config": {"num_heads": 0}}, "linear_attn_config: num_heads must be"),
+    ],
+)
+def test_what_kimi_linear_must_not_say(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        parse_spec({**KIMI_LINEAR_48B_A3B, **given})
 
 
 def test_layers_of_smollm_3_without_rotation() -> None:
@@ -1595,6 +1641,7 @@ def test_every_architecture_is_tested() -> None:
             GEMMA_7B,
             GEMMA_2_9B,
             OLMO_HYBRID_7B,
+            KIMI_LINEAR_48B_A3B,
         ),
     )
     found = {parse_spec(config).architecture for config in configs}

@@ -1638,6 +1638,11 @@ def write_model(name: str, folder: Path) -> None:
         "quantized-falcon": lambda: _falcon_h1(
             **sizes, num_hidden_layers=1, mamba_d_ssm=128, mamba_n_heads=8, mamba_d_state=64
         ),
+        "quantized-kimi": lambda: _kimi_linear(
+            **{**sizes, "num_hidden_layers": 2, "kv_lora_rank": 128, "linear_head_dim": 32},
+            layer_types=["linear_attention", "full_attention"],
+            mlp_layer_types=["dense", "dense"],
+        ),
         "quantized-llama4": lambda: _llama4(
             **{**sizes, "intermediate_size": 192}, interleave_moe_layer_step=2
         ),

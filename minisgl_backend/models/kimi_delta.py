@@ -53,7 +53,7 @@ class KimiDeltaAttention(DeltaMixer):
         name = f"model.layers.{layer}.self_attn"
         inputs = {f"{part}_proj": sizes for part in "qkv"}
         narrow = Share(dim, 0, dim)
-        rates = {"b_proj": heads, "f_a_proj": narrow, "g_a_proj": narrow}
+        rates = {"f_a_proj": narrow, "g_a_proj": narrow, "b_proj": heads}
         is_plain = not any(matrices.stays_quantized(f"{name}.{part}") for part in inputs)
         plain = replace(matrices, keep_quantized=False)
         make = partial(MergedColumnLinear, name, bias=False)
@@ -89,8 +89,8 @@ class KimiDeltaAttention(DeltaMixer):
             x = self._completed(x, pdl=pdl)
             projected, rates = self.in_proj(x, pdl=pdl), self.rates_proj(x, pdl=pdl)
         heads, dim = shape.num_heads, shape.key_dim
-        b, narrow = rates[:, : heads + 2 * dim].tensor_split([heads], dim=1)
-        of_decays, of_gates = (Normed(part.contiguous()) for part in narrow.split(dim, dim=1))
+        of_decays, of_gates = (Normed(rates[:, at : at + dim].contiguous()) for at in (0, dim))
+        b = rates[:, 2 * dim : 2 * dim + heads]
         a: Tensor = self.f_b_proj(of_decays, pdl=pdl)
         z: Tensor = self.g_b_proj(of_gates, pdl=pdl)
         by_head = len(b), heads, dim

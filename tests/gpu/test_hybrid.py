@@ -145,6 +145,9 @@ def check_tokens_in_bf16(
         ("broad-granite", 8, None),
         ("broad-lfm2", 1, None),
         ("broad-lfm2", 8, None),
+        ("olmo-hybrid", 1, None),
+        ("kimi-linear", 8, None),
+        ("kimi-linear", 8, "float16"),
     ],
 )
 def test_graphs_give_what_launches_give(

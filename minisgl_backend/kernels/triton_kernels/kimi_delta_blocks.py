@@ -102,23 +102,24 @@ def _solve_kimi_blocks(
     for part in tl.range(0, TOKENS, 16, num_stages=1):
         row = part + tl.arange(0, 16)
         rows = row[:, None] * KP + i[None, :]
-        q = tl.load(queries_ptr + rows).to(tl.float32)
-        k = tl.load(keys_ptr + rows).to(tl.float32)
-        g = tl.load(decays_ptr + rows)
+        q_rows = tl.load(queries_ptr + rows).to(tl.float32)
+        k_rows = tl.load(keys_ptr + rows).to(tl.float32)
+        g_rows = tl.load(decays_ptr + rows)
         first = tl.load(decays_ptr + part * KP + i)[None, :]
         before = (n < part)[:, None]
-        old = tl.load(keys_ptr + tile, mask=before, other=0.0).to(tl.float32)
         left = first - tl.load(decays_ptr + tile, mask=before, other=0.0)
+        old = tl.load(keys_ptr + tile, mask=before, other=0.0).to(tl.float32)
         old *= tl.exp(tl.minimum(left, 0.0))  # only columns before the part count
-        since = tl.exp(g - first)
-        read = tl.dot(q * since, tl.trans(old), input_precision=PRECISION)  # [16, TOKENS]
-        alike = tl.dot(k * since, tl.trans(old), input_precision=PRECISION)
+        since = tl.exp(g_rows - first)
+        read = tl.dot(q_rows * since, tl.trans(old), input_precision=PRECISION)  # [16, TOKENS]
+        alike = tl.dot(k_rows * since, tl.trans(old), input_precision=PRECISION)
         for column in tl.range(part, part + 16, num_stages=1):
-            left = tl.exp(tl.minimum(g - tl.load(decays_ptr + column * KP + i)[None, :], 0.0))
-            left *= tl.load(keys_ptr + column * KP + i).to(tl.float32)[None, :]
+            lost = g_rows - tl.load(decays_ptr + column * KP + i)[None, :]
+            key = tl.load(keys_ptr + column * KP + i).to(tl.float32)[None, :]
+            key = key * tl.exp(tl.minimum(lost, 0.0))  # [16, KP]
             here = (n == column)[None, :]
-            read = tl.where(here, tl.sum(q * left, axis=1)[:, None], read)
-            alike = tl.where(here, tl.sum(k * left, axis=1)[:, None], alike)
+            read = tl.where(here, tl.sum(q_rows * key, axis=1)[:, None], read)
+            alike = tl.where(here, tl.sum(k_rows * key, axis=1)[:, None], alike)
         to = row[:, None] * TOKENS + n[None, :]
         read = tl.where(row[:, None] >= n[None, :], read, 0.0)
         tl.store(within_ptr + to, read.to(kind))

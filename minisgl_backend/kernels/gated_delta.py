@@ -5,6 +5,9 @@ log space) and rate beta updates and reads it by the gated delta rule (arXiv 241
 
     S = exp(g) S;  S = S + k (beta (v - k^T S))^T;  o = S^T q
 
+In Kimi Delta Attention (arXiv 2510.26692) each dimension of a key has a decay of its own: exp(g)
+is then a diagonal matrix.
+
 Several tokens of one sequence are computed in blocks. Within a block the corrections solve a
 triangular system (the UT transform, arXiv 2406.06484), so everything else is GEMMs. Only the state
 goes from one block to the next. Before the rule, queries, keys and values go through a causal
@@ -59,8 +62,10 @@ class DeltaWeights:
     """The weights of a layer other than its projections.
 
     ``conv`` [num_channels, width] is the convolution's; its last column is for the token itself.
-    ``log_rates`` of the decay and ``biases`` are [num_heads]. ``norm`` [value_dim] is the weight of
-    the output's norm, and ``eps`` that norm's.
+    ``log_rates`` of the decay and ``biases`` are [num_heads]. If each dimension of a key decays by
+    itself, ``biases`` are [num_heads, key_dim]; then all heads have keys. ``norm`` [value_dim] is
+    the weight of the output's norm, and ``eps`` that norm's. Rates are up to ``rate_scale``, at
+    most 2. The output's gates are SiLU or, if they are ``sigmoid_gates``, sigmoids.
     """
 
     num_key_heads: int
@@ -69,6 +74,13 @@ class DeltaWeights:
     biases: Tensor
     norm: Tensor
     eps: float
+    rate_scale: float = 1.0
+    sigmoid_gates: bool = False
+
+    @property
+    def by_dimension(self) -> bool:
+        """Whether each dimension of a key decays by itself."""
+        return self.biases.dim() == 2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,7 +89,8 @@ class DeltaInputs:
 
     ``channels`` [num_tokens, num_channels], before the convolution: queries and keys of all key
     heads, then values of all heads. ``z`` [num_tokens, num_heads, value_dim] is the output's gate.
-    ``a`` and ``b`` [num_tokens, num_heads] give the decay and the rate.
+    ``a`` and ``b`` [num_tokens, num_heads] give the decay and the rate. If each dimension of a key
+    decays by itself, ``a`` is [num_tokens, num_heads, key_dim].
     """
 
     channels: Tensor
@@ -122,6 +135,9 @@ def delta_step(
         positions,
         num_key_heads=weights.num_key_heads,
         eps=weights.eps,
+        rate_scale=weights.rate_scale,
+        by_dimension=weights.by_dimension,
+        sigmoid_gates=weights.sigmoid_gates,
         pdl=pdl,
     )
 
@@ -133,24 +149,33 @@ def delta_runs(
     if not use_triton(out):
         delta_runs_reference(out, inputs, weights, states, runs)
         return
-    from minisgl_backend.kernels.triton_kernels.gated_delta_blocks import launch_rule_blocks
+    from minisgl_backend.kernels.triton_kernels.gated_delta_blocks import launch_chain, solve_blocks
+    from minisgl_backend.kernels.triton_kernels.kimi_delta_blocks import solve_kimi_blocks
 
     channels = inputs.channels
     convolved = torch.empty(channels.shape, dtype=channels.dtype, device=channels.device)
     causal_conv_runs(convolved, channels, states.conv, runs, weights.conv)
-    launch_rule_blocks(
-        out,
+    solve = solve_kimi_blocks if weights.by_dimension else solve_blocks
+    solved = solve(
         convolved,
-        inputs.z,
         inputs.a,
         inputs.b,
-        (weights.log_rates, weights.biases, weights.norm),
+        (weights.log_rates, weights.biases),
+        runs.blocks,
+        (weights.num_key_heads, *states.matrices.shape[1:]),
+        rate_scale=weights.rate_scale,
+    )
+    launch_chain(
+        out,
+        solved,
+        inputs.z,
+        weights.norm,
         states.matrices,
         states.pending.begins,
         runs.blocks,
         runs.lines,
-        num_key_heads=weights.num_key_heads,
         eps=weights.eps,
+        sigmoid_gates=weights.sigmoid_gates,
     )
 
 
@@ -201,16 +226,19 @@ def _heads(
 
 
 def _rates(inputs: DeltaInputs, weights: DeltaWeights) -> tuple[Tensor, Tensor]:
-    """The log of each head's decay and the rate at which it learns, float32
-    [num_tokens, num_heads]."""
+    """The log of each head's decay, float32 [num_tokens, num_heads] or [num_tokens, num_heads,
+    key_dim], and the rate at which it learns, float32 [num_tokens, num_heads]."""
     a, b = inputs.a.float() + weights.biases.float(), inputs.b.float()
-    return -weights.log_rates.float().exp() * F.softplus(a), b.sigmoid()
+    of_heads = -weights.log_rates.float().exp()
+    decays = (of_heads[:, None] if weights.by_dimension else of_heads) * F.softplus(a)
+    return decays, weights.rate_scale * b.sigmoid()
 
 
 def _gated(found: Tensor, z: Tensor, weights: DeltaWeights) -> Tensor:
     """What the heads read, normalized and gated: float32 [num_tokens, num_heads, value_dim]."""
     wide = F.rms_norm(found, found.shape[-1:], None, weights.eps)
-    return wide * weights.norm * F.silu(z.float())
+    gates = z.float().sigmoid() if weights.sigmoid_gates else F.silu(z.float())
+    return wide * weights.norm * gates
 
 
 def delta_rule(
@@ -219,8 +247,9 @@ def delta_rule(
     """The rule over one sequence's tokens: what they read, and the state after them.
 
     ``q``, ``k`` [num_tokens, num_key_heads, key_dim], not normalized; ``v`` [num_tokens, num_heads,
-    value_dim], where consecutive heads share a key head; ``g``, ``beta`` [num_tokens, num_heads];
-    ``state`` float32 [num_heads, key_dim, value_dim]. Returns float32 [num_tokens, num_heads,
+    value_dim], where consecutive heads share a key head; ``g``, ``beta`` [num_tokens, num_heads],
+    or ``g`` [num_tokens, num_heads, key_dim] if each dimension of a key decays by itself; ``state``
+    float32 [num_heads, key_dim, value_dim]. Returns float32 [num_tokens, num_heads,
     value_dim] and a new state.
     """
     num_tokens, num_heads, value_dim = v.shape
@@ -234,14 +263,12 @@ def delta_rule(
 
     queries, keys, values = blocks(queries), blocks(keys), blocks(v)
     rates = blocks(beta)[..., None]  # [num_blocks, num_heads, BLOCK, 1]; padding has the rate 0
-    decay = blocks(g).cumsum(-1)  # since the block began
-    between = decay[..., :, None] - decay[..., None, :]  # from the column's token to the row's
-    causal = torch.ones(BLOCK, BLOCK, dtype=torch.bool, device=v.device).tril()
-    between = between.masked_fill(~causal, -torch.inf).exp()
+    # since the block began, [num_blocks, num_heads, BLOCK, 1 or key_dim]
+    decay = blocks(g if g.dim() == 3 else g[..., None]).cumsum(-2)
     # what each token would write without the tokens before it in its block, and how much of that is
     # due to the state at the block's beginning; the system takes those tokens into account
-    system = (rates * keys) @ keys.mT * between
-    since = decay.exp()[..., None]
+    system = _products(rates * keys, keys, decay)
+    since = decay.exp()
     solved = torch.linalg.solve_triangular(
         system,
         torch.cat([rates * values, rates * keys * since], dim=-1),
@@ -249,10 +276,10 @@ def delta_rule(
         unitriangular=True,
     )
     written, owed = solved[..., :value_dim], solved[..., value_dim:]
-    within = queries @ keys.mT * between
+    within = _products(queries, keys, decay)
     queries = queries * since
-    keys = keys * (decay[..., -1:] - decay).exp()[..., None]
-    kept = since[..., -1:, :]  # of the state, over the whole block
+    keys = keys * (decay[..., -1:, :] - decay).exp()
+    kept = since[..., -1:, :].mT  # of the state, over the whole block
     outputs = torch.empty_like(values)
     for block, new in enumerate(written):
         new = new - owed[block] @ state  # [num_heads, BLOCK, value_dim]
@@ -260,6 +287,21 @@ def delta_rule(
         state = state * kept[block] + keys[block].mT @ new
     flat = outputs.transpose(1, 2).flatten(0, 1)
     return flat[:num_tokens], state
+
+
+def _products(x: Tensor, keys: Tensor, decay: Tensor) -> Tensor:
+    """What vectors ``x`` of tokens read of the keys of each token up to their own, which have
+    decayed since: [..., BLOCK, BLOCK]. ``x`` and ``keys`` are [..., BLOCK, key_dim]; ``decay``
+    [..., BLOCK, 1 or key_dim] since the block began, in log space."""
+    causal = torch.ones(BLOCK, BLOCK, dtype=torch.bool, device=x.device).tril()
+    if decay.shape[-1] == 1:
+        between = decay - decay.mT  # from the column's token to the row's
+        return x @ keys.mT * between.masked_fill(~causal, -torch.inf).exp()
+    columns = []
+    for key, before in zip(keys.unbind(-2), decay.unbind(-2), strict=True):
+        left = (decay - before[..., None, :]).clamp(max=0).exp()
+        columns.append((x * left) @ key[..., None])
+    return torch.cat(columns, dim=-1).masked_fill(~causal, 0.0)
 
 
 def delta_rule_step(
@@ -272,7 +314,8 @@ def delta_rule_step(
     """
     num_heads = v.shape[1]
     queries, keys = _unit_queries(q, num_heads), _unit(k, num_heads)  # [num_rows, num_heads, ...]
-    state = states[slots].float() * g.float().exp()[..., None, None]
+    decay = (g if g.dim() == 3 else g[..., None]).float().exp()  # [num_rows, num_heads, ...]
+    state = states[slots].float() * decay[..., None]
     read = (keys[..., None, :] @ state).squeeze(-2)
     written = (v.float() - read) * beta.float()[..., None]  # [num_rows, num_heads, value_dim]
     state += keys[..., None] * written[..., None, :]

@@ -66,6 +66,7 @@ from minisgl_backend.models.families.granite import (
 )
 from minisgl_backend.models.families.hunyuan import read_hunyuan_dense, read_hunyuan_moe
 from minisgl_backend.models.families.hyperclova import read_hyperclovax
+from minisgl_backend.models.families.kimi_linear import read_kimi_linear
 from minisgl_backend.models.families.lfm import read_lfm2, read_lfm2_moe, read_lfm3
 from minisgl_backend.models.families.llama import (
     read_arcee,
@@ -98,7 +99,12 @@ from minisgl_backend.models.families.multimodal import (
     read_smolvlm,
 )
 from minisgl_backend.models.families.nemotron import read_nemotron_h
-from minisgl_backend.models.families.olmo import read_olmo2, read_olmo3, read_olmoe
+from minisgl_backend.models.families.olmo import (
+    read_olmo2,
+    read_olmo3,
+    read_olmo_hybrid,
+    read_olmoe,
+)
 from minisgl_backend.models.families.phi import read_phi3
 from minisgl_backend.models.families.qwen import (
     read_mellum,
@@ -260,6 +266,7 @@ ARCHITECTURES: Final[Mapping[str, Callable[[ConfigReader], ModelSpec]]] = Mappin
         "DeepseekV3ForCausalLM": read_deepseek_v3,
         "KimiK25ForConditionalGeneration": read_kimi_k25,
         "Kimi_K25ForConditionalGeneration": read_kimi_k25,
+        "KimiLinearForCausalLM": read_kimi_linear,
         "YoutuForCausalLM": read_youtu,
         "Dots1ForCausalLM": read_dots1,
         "SolarOpenForCausalLM": read_solar_open,
@@ -279,6 +286,7 @@ ARCHITECTURES: Final[Mapping[str, Callable[[ConfigReader], ModelSpec]]] = Mappin
         "Olmo2ForCausalLM": read_olmo2,
         "Olmo3ForCausalLM": read_olmo3,
         "OlmoeForCausalLM": read_olmoe,
+        "OlmoHybridForCausalLM": read_olmo_hybrid,
         "Exaone4ForCausalLM": read_exaone4,
         "Exaone4_5_ForConditionalGeneration": read_exaone4_5,
         "ExaoneMoeForCausalLM": read_exaone_moe,
@@ -351,6 +359,6 @@ _WITH_NEEDLESS_CODE: Final = frozenset(
     | {"InternLM3ForCausalLM", "IQuestCoderForCausalLM", "SolarOpenForCausalLM"}
     | {"AfmoeForCausalLM", "NemotronHForCausalLM"}
     | {"DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "YoutuForCausalLM"}
-    | {"KimiK25ForConditionalGeneration"}
+    | {"KimiK25ForConditionalGeneration", "KimiLinearForCausalLM"}
 )
 """Architectures whose checkpoints come with code that transformers has included since."""

@@ -20,7 +20,13 @@ from typing import Any, Final, Literal
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.models.config_json import LFS_POINTER, NOT_FETCHED, read_json
-from minisgl_backend.models.spec import ConvSpec, DeltaSpec, ModelSpec, RecurrentSpec
+from minisgl_backend.models.spec import (
+    ConvSpec,
+    DeltaSpec,
+    KimiDeltaSpec,
+    ModelSpec,
+    RecurrentSpec,
+)
 from minisgl_backend.models.tensor_names import BODY, LAYER, StoredAs, TensorNames
 
 _INDEX: Final = "model.safetensors.index.json"
@@ -256,11 +262,12 @@ def check_weights(spec: ModelSpec, files: WeightFiles) -> None:
         "model.embed_tokens": {"vocab_size": spec.vocab_size, "hidden_size": spec.hidden_size}
     }
     if (latent := spec.latent) is not None:
-        expected["model.layers.0.self_attn.kv_a_proj_with_mqa"] = {
+        attention = f"model.layers.{spec.attention_layers[0]}.self_attn"
+        expected[f"{attention}.kv_a_proj_with_mqa"] = {
             "kv_lora_rank + qk_rope_head_dim": latent.key_dim,
             "hidden_size": spec.hidden_size,
         }
-        expected["model.layers.0.self_attn.kv_b_proj"] = {
+        expected[f"{attention}.kv_b_proj"] = {
             "num_attention_heads x (qk_nope_head_dim + v_head_dim)": (
                 spec.num_heads * (latent.nope_dim + latent.value_dim)
             ),
@@ -300,6 +307,12 @@ def _expected_of_states(
     layer: str, recurrent: RecurrentSpec, hidden_size: int
 ) -> dict[str, dict[str, int]]:
     """The sizes of a projection of a layer with recurrent states, by the keys that name them."""
+    if isinstance(recurrent, KimiDeltaSpec):
+        sizes = {
+            "hidden_size": hidden_size,
+            "linear_attn_config: num_heads x head_dim": recurrent.value_size,
+        }
+        return {f"{layer}.self_attn.o_proj": sizes}
     if isinstance(recurrent, DeltaSpec):
         name, value_size = "linear_num_value_heads x linear_value_head_dim", recurrent.value_size
         return {f"{layer}.linear_attn.out_proj": {"hidden_size": hidden_size, name: value_size}}

@@ -334,6 +334,6 @@ def _layer(
         return SinglePartLayer(spec, layer, group, matrices, experts)
     if spec.parallel_parts:
         return ParallelLayer(spec, layer, group, matrices, experts)
-    if spec.norms == "before":
+    if spec.norms_of(layer) == "before":
         return DecoderLayer(spec, layer, group, matrices, experts)
     return PostNormLayer(spec, layer, group, matrices, experts)

@@ -18,12 +18,20 @@ from minisgl_backend.layers.feed_forward import FeedForward, GatedMLP, UngatedML
 from minisgl_backend.layers.norm import Normed, RMSNorm, add_normed, add_sum
 from minisgl_backend.layers.quantized_matrix import Matrices
 from minisgl_backend.models.gated_delta_net import GatedDeltaNet
+from minisgl_backend.models.kimi_delta import KimiDeltaAttention
 from minisgl_backend.models.latent_attention import LatentAttention
 from minisgl_backend.models.mamba import MambaMixer
 from minisgl_backend.models.parallel_mixer import ParallelMixer
 from minisgl_backend.models.recurrent_mixer import RecurrentMixer
 from minisgl_backend.models.short_conv import ShortConv
-from minisgl_backend.models.spec import ConvSpec, DeltaSpec, MambaSpec, ModelSpec, RecurrentSpec
+from minisgl_backend.models.spec import (
+    ConvSpec,
+    DeltaSpec,
+    KimiDeltaSpec,
+    MambaSpec,
+    ModelSpec,
+    RecurrentSpec,
+)
 from minisgl_backend.models.token_mixing import SelfAttention, StepContext, TokenMixer
 from minisgl_backend.parallel.group import Group
 
@@ -33,6 +41,7 @@ _MakeRecurrent: TypeAlias = Callable[[ModelSpec, int, Group, Matrices], Recurren
 _RECURRENT: Final[Mapping[type[RecurrentSpec], tuple[str, _MakeRecurrent]]] = MappingProxyType(
     {
         DeltaSpec: ("linear_attn", GatedDeltaNet),
+        KimiDeltaSpec: ("self_attn", KimiDeltaAttention),
         MambaSpec: ("mamba", MambaMixer),
         ConvSpec: ("conv", ShortConv),
     }
@@ -88,10 +97,12 @@ class DecoderLayer(_TwoPartLayer):
         self, residual: Tensor, x: Normed, next_norm: RMSNorm | None, step: StepContext
     ) -> tuple[Tensor, Normed]:
         """``x`` is ``residual`` after this layer's norm. Returns the new residual stream, and the
-        same after the next layer's norm."""
+        same after the next layer's norm, if it has one."""
         feed_forward: FeedForward = self.mlp
-        assert next_norm is not None  # all layers of a model are of one kind
         residual, x = self.mixer(residual, x, self.post_attention_layernorm, step)
+        if next_norm is None:  # the next layer normalizes what its parts add, not what they read
+            residual += self.mlp.output(x, pdl=step.pdl, adapted=step.adapted)
+            return residual, Normed(residual)
         return feed_forward(residual, x, next_norm, pdl=step.pdl, adapted=step.adapted)
 
 
@@ -162,7 +173,7 @@ class PostNormLayer(nn.Module):
         def norm(scale: float = 1.0) -> RMSNorm:
             return RMSNorm(spec.hidden_size, spec.norm_eps, scale=scale, offset=spec.norm_offset)
 
-        has_both = spec.norms == "around"
+        has_both = spec.norms_of(layer) == "around"
         self.input_layernorm = norm() if has_both else None
         self._mixer_name, mixer = _token_mixer(spec, layer, group, matrices)
         assert isinstance(mixer, (SelfAttention, ShortConv))  # others do not give their output
@@ -251,9 +262,9 @@ def _token_mixer(
     spec: ModelSpec, layer: int, group: Group, matrices: Matrices
 ) -> tuple[str, SelfAttention | LatentAttention | RecurrentMixer | ParallelMixer]:
     """The name in the checkpoint of a layer's token mixing, and the module, by its kind."""
-    if spec.latent is not None:
-        return "self_attn", LatentAttention(spec, spec.latent, layer, group, matrices)
     if spec.recurrent is None or layer not in spec.recurrent.layers:
+        if spec.latent is not None:
+            return "self_attn", LatentAttention(spec, spec.latent, layer, group, matrices)
         return "self_attn", SelfAttention(spec, layer, group, matrices)
     name, make = _RECURRENT[type(spec.recurrent)]
     mixer = make(spec, layer, group, matrices)

@@ -1,12 +1,14 @@
 """Token mixing by a recurrent state: Gated DeltaNet (arXiv 2412.06464), as in Qwen3-Next.
 
-The state of a row is a convolution's last inputs and a matrix per head (``DeltaStates``). It lies
-in the slot that ``RecurrentRows`` names, and is as large after a million tokens as after one. Knows
-the names of the checkpoint and how heads are split over ranks. Must not know which slot is whose.
+``DeltaMixer`` is what it has in common with Kimi Delta Attention. The state of a row is a
+convolution's last inputs and a matrix per head (``DeltaStates``). It lies in the slot that
+``RecurrentRows`` names, and is as large after a million tokens as after one. Knows the names of the
+checkpoint and how heads are split over ranks. Must not know which slot is whose.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -44,15 +46,56 @@ if TYPE_CHECKING:
     from minisgl_backend.kernels.cuda.linear import TensorCores
 
 
-class GatedDeltaNet(RecurrentMixer):
+class DeltaMixer(RecurrentMixer):
+    """A layer with a delta rule, and this rank's heads (``local``)."""
+
+    local: DeltaSpec
+    states: DeltaStates
+    _step_kernel: DeltaStepKernel | None = None
+
+    def bind(self, states: LayerStates) -> None:
+        """Keep the states of rows in ``states`` from now on."""
+        assert isinstance(states, DeltaStates)
+        self.states = states
+
+    def rounding(self, num_tokens: int) -> int | None:
+        return None  # the projection of the rates reads them as they are
+
+    def _mixed(self, x: Normed, step: StepContext) -> Tensor:
+        """[num_tokens, num_heads * value_dim]"""
+        inputs = self._inputs(x, step.pdl)
+        rows, weights = step.recurrent, self._weights
+        assert rows is not None
+        mixed = torch.empty(inputs.z.shape, dtype=inputs.z.dtype, device=inputs.z.device)
+        if len(slots := rows.decode_slots):
+            kernel = self._step_kernel
+            run = delta_step if kernel is None or not kernel.suits(len(slots)) else kernel
+            run(mixed, inputs, weights, self.states, slots, step.places.positions, pdl=step.pdl)
+        if rows.runs is not None:
+            delta_runs(mixed, inputs, weights, self.states, rows.runs)
+        return mixed.flatten(1)
+
+    @abstractmethod
+    def _inputs(self, x: Normed, pdl: bool) -> DeltaInputs:
+        """What the layer projects its input to."""
+
+    @property
+    @abstractmethod
+    def _weights(self) -> DeltaWeights: ...
+
+    @staticmethod
+    def _completed(x: Normed, *, pdl: bool) -> Normed:
+        """``x`` for two projections: if its norm is not half done, it is computed here, once."""
+        return x if x.squares is not None else Normed(x.normalized(pdl=pdl))
+
+
+class GatedDeltaNet(DeltaMixer):
     """The layer (``TokenMixer``), with this rank's heads.
 
     Queries and keys have fewer heads than values; consecutive value heads share one. A projection
     gives queries, keys, values and z, the gate of the output; another one the rates, which is too
     small to stay quantized. Both are one GEMM, unless the first stays quantized.
     """
-
-    states: DeltaStates
 
     def __init__(self, spec: ModelSpec, layer: int, group: Group, matrices: Matrices):
         super().__init__()
@@ -87,14 +130,8 @@ class GatedDeltaNet(RecurrentMixer):
         self.conv = empty_parameter(self.local.num_channels, shape.conv_width)
         self.log_decay, self.decay_bias = empty_parameter(heads.size), empty_parameter(heads.size)
         self.norm_weight = empty_parameter(shape.value_dim)
-        self.eps = spec.norm_eps
+        self.eps = spec.norm_eps if shape.norm_eps is None else shape.norm_eps
         self._heads = heads
-        self._step_kernel: DeltaStepKernel | None = None
-
-    def bind(self, states: LayerStates) -> None:
-        """Keep the states of rows in ``states`` from now on."""
-        assert isinstance(states, DeltaStates)
-        self.states = states
 
     def use_tensor_cores(self, kernels: TensorCores) -> None:
         """Compute steps that fit by ``kernels``, which the weights fit."""
@@ -106,33 +143,14 @@ class GatedDeltaNet(RecurrentMixer):
         """Compute decode steps that suit ``kernel``, which is for these heads and states, by it."""
         self._step_kernel = kernel
 
-    def rounding(self, num_tokens: int) -> int | None:
-        return None  # the projection of the rates reads them as they are
-
-    def _mixed(self, x: Normed, step: StepContext) -> Tensor:
-        """[num_tokens, num_heads * value_dim]"""
-        inputs = self._inputs(x, step.pdl)
-        rows, weights = step.recurrent, self._weights
-        assert rows is not None
-        mixed = torch.empty(inputs.z.shape, dtype=inputs.z.dtype, device=inputs.z.device)
-        if len(slots := rows.decode_slots):
-            kernel = self._step_kernel
-            run = delta_step if kernel is None or not kernel.suits(len(slots)) else kernel
-            run(mixed, inputs, weights, self.states, slots, step.places.positions, pdl=step.pdl)
-        if rows.runs is not None:
-            delta_runs(mixed, inputs, weights, self.states, rows.runs)
-        return mixed.flatten(1)
-
     def _inputs(self, x: Normed, pdl: bool) -> DeltaInputs:
-        """What the layer projects its input to."""
         shape = self.local
         channels, num_z = shape.num_channels, shape.value_size
         if self.rates_proj is None:
             projected = self.in_proj(x, pdl=pdl)
             rates = projected[:, channels + num_z :]
         else:
-            if x.squares is None:  # otherwise both complete the norm
-                x = Normed(x.normalized(pdl=pdl))
+            x = self._completed(x, pdl=pdl)
             projected, rates = self.in_proj(x, pdl=pdl), self.rates_proj(x, pdl=pdl)
         qkv, z = projected[:, :channels], projected[:, channels : channels + num_z]
         b, a = rates[:, : 2 * shape.num_heads].chunk(2, dim=1)
@@ -147,6 +165,7 @@ class GatedDeltaNet(RecurrentMixer):
             self.decay_bias,
             self.norm_weight,
             self.eps,
+            self.local.rate_scale,
         )
 
     def places(self) -> Iterator[tuple[str, Place]]:

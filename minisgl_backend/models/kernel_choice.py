@@ -118,7 +118,8 @@ def _use_step_kernel(model: Decoder, device: torch.device) -> None:
         return
     module = importlib.import_module("minisgl_backend.kernels.cuda.delta_step")
     shape, matrices = mixers[0].local, mixers[0].states.matrices
-    if (shape.key_dim, shape.value_dim) == (module.HEAD_DIM, module.HEAD_DIM):
+    is_known = (shape.key_dim, shape.value_dim) == (module.HEAD_DIM, module.HEAD_DIM)
+    if is_known and shape.rate_scale == 1.0:
         kernel = module.DeltaStepKernel(
             shape.num_key_heads, shape.num_heads, shape.conv_width, matrices.dtype, device
         )

@@ -54,7 +54,7 @@ class LatentAttention(nn.Module):
         self, spec: ModelSpec, latent: LatentSpec, layer: int, group: Group, matrices: Matrices
     ):
         super().__init__()
-        self.layer = layer
+        self.layer = spec.attention_layers.index(layer)
         self.latent = latent
         heads = even_share(spec.num_heads, group, "attention heads")
         self.num_heads = heads.size

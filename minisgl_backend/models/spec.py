@@ -113,7 +113,9 @@ class MoeSpec:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaSpec:
     """The Gated DeltaNet layers; ``layers`` are those that mix tokens in this way.
-    ``state_dtype``: the type that the checkpoint names for states.
+    ``state_dtype``: the type that the checkpoint names for states. Rates are sigmoids, times
+    ``rate_scale``: with 2 a token may also turn round what the state has for its key. ``norm_eps``
+    is that of the output's norm, unless it is the model's.
     """
 
     num_key_heads: int
@@ -123,6 +125,8 @@ class DeltaSpec:
     conv_width: int
     layers: frozenset[int]
     state_dtype: str = "float32"
+    rate_scale: float = 1.0
+    norm_eps: float | None = None
 
     @property
     def key_size(self) -> int:
@@ -147,10 +151,9 @@ class DeltaSpec:
         """What a token adds to the matrices: the number of keys, of values, and their sizes."""
         return self.num_key_heads, self.num_heads, self.key_dim, self.value_dim
 
-    @property
-    def num_rows(self) -> int:
-        """Number of rows of hidden_size numbers in a layer's projections."""
-        return self.num_channels + 2 * self.value_size + 2 * self.num_heads
+    def num_weights(self, hidden_size: int) -> int:
+        """Number of weights of a layer's projections."""
+        return hidden_size * (self.num_channels + 2 * self.value_size + 2 * self.num_heads)
 
     def of_rank(self, num_ranks: int) -> DeltaSpec:
         """The heads of one of ``num_ranks`` ranks; raises ``ConfigError`` if they do not split."""
@@ -164,6 +167,24 @@ class DeltaSpec:
             num_key_heads=self.num_key_heads // num_ranks,
             num_heads=self.num_heads // num_ranks,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KimiDeltaSpec(DeltaSpec):
+    """The layers with Kimi Delta Attention: Gated DeltaNet in which each dimension of a key has a
+    decay of its own. All heads have keys and values, of the same size. Decays and gates of outputs
+    go through as many numbers as a head has."""
+
+    @property
+    def updates(self) -> tuple[int, int, int, int]:
+        """As in the other specs: no step leaves updates pending."""
+        return 0, 0, 0, 0
+
+    def num_weights(self, hidden_size: int) -> int:
+        """Number of weights of a layer's projections."""
+        num_inputs = self.num_channels + self.num_heads + 2 * self.key_dim
+        narrow = self.key_dim * (self.key_size + self.value_size)
+        return hidden_size * (num_inputs + self.value_size) + narrow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,10 +241,9 @@ class MambaSpec:
         """What a token adds to the matrices: the number of keys, of values, and their sizes."""
         return self.num_groups, self.num_heads, self.state_size, self.head_dim
 
-    @property
-    def num_rows(self) -> int:
-        """Number of rows of hidden_size numbers in a layer's projections."""
-        return self.num_channels + 2 * self.inner_size + self.num_heads
+    def num_weights(self, hidden_size: int) -> int:
+        """Number of weights of a layer's projections."""
+        return hidden_size * (self.num_channels + 2 * self.inner_size + self.num_heads)
 
     def of_rank(self, num_ranks: int) -> MambaSpec:
         """The heads of one of ``num_ranks`` ranks; raises ``ConfigError`` if they do not split. If
@@ -267,10 +287,9 @@ class ConvSpec:
         """As in the other specs: of the matrices, which have no numbers here."""
         return "float32"
 
-    @property
-    def num_rows(self) -> int:
-        """Number of rows of hidden_size numbers in a layer's projections."""
-        return 4 * self.num_channels
+    def num_weights(self, hidden_size: int) -> int:
+        """Number of weights of a layer's projections."""
+        return 4 * hidden_size * self.num_channels
 
     def of_rank(self, num_ranks: int) -> ConvSpec:
         """The channels of one of ``num_ranks`` ranks; raises ``ConfigError`` if they do not
@@ -293,6 +312,9 @@ def state_bytes(shape: RecurrentSpec, item_bytes: int, matrix_item_bytes: int) -
     inputs = shape.num_channels * (shape.conv_width - 1) * item_bytes
     return len(shape.layers) * (inputs + math.prod(shape.matrices) * matrix_item_bytes)
 
+
+Norms: TypeAlias = Literal["before", "after", "around"]
+"""Where the norms of a layer's parts are."""
 
 Part: TypeAlias = Literal["mixer", "feed-forward"]
 """A part of a layer: token mixing, or what computes each token for itself."""
@@ -368,13 +390,14 @@ class ModelSpec:
     token together; "rotated": each head separately, after its rotation; "unweighted": each head
     separately, without weights, in layers that rotate. ``query_growth``: queries grow with their
     position. ``norms``: whether a layer's parts normalize their inputs, or their outputs before
-    they are added to the residual stream, or both; ``norm_offset`` is added to the weights of all
-    norms. With ``centered_norms`` norms of the residual stream first subtract the mean: they are
-    LayerNorms without biases; only with ``parallel_parts``, by which both parts of a layer read the
-    same norm of its input, and both are added to it; then ``norms`` are those of inputs, and each
-    layer has attention. ``gate``: that of feed-forward blocks other than experts; None: they have
-    no gates, but the square of ReLU. ``attention_scale`` multiplies the scores, by default head_dim
-    to the power of -1/2; ``score_cap`` then bounds them as ``logit_cap`` bounds logits.
+    they are added to the residual stream, or both; "by mixer": outputs in layers with attention,
+    and inputs in the others. ``norm_offset`` is added to the weights of all norms. With
+    ``centered_norms`` norms of the residual stream first subtract the mean: they are LayerNorms
+    without biases; only with ``parallel_parts``, by which both parts of a layer read the same norm
+    of its input, and both are added to it; then ``norms`` are those of inputs, and each layer has
+    attention. ``gate``: that of feed-forward blocks other than experts; None: they have no gates,
+    but the square of ReLU. ``attention_scale`` multiplies the scores, by default head_dim to the
+    power of -1/2; ``score_cap`` then bounds them as ``logit_cap`` bounds logits.
     ``embedding_scale`` multiplies the embeddings, ``branch_scale`` what each part of a layer adds
     to the residual stream, and ``logit_scale`` the logits. ``gated_attention``: attention's output
     is multiplied by a gate computed from its input; with ``gates_apart`` by a projection of its
@@ -394,7 +417,7 @@ class ModelSpec:
     each layer multiplies its output by a number. If ``logit_cap`` c is not 0, it bounds logits x as
     c tanh(x / c).
 
-    With ``latent`` all layers have multi-head latent attention. Pages hold the latents: they are
+    With ``latent`` all attention is multi-head latent attention. Pages hold the latents: they are
     the only KV head, whose ``head_dim`` is that of latent and rotated key together.
     """
 
@@ -417,7 +440,7 @@ class ModelSpec:
     mlp_bias: bool = False
     qk_norm: Literal["head", "rotated", "token", "unweighted"] | None = None
     query_growth: QueryGrowth | None = None
-    norms: Literal["before", "after", "around"] = "before"
+    norms: Norms | Literal["by mixer"] = "before"
     norm_offset: float = 0.0
     centered_norms: bool = False
     parallel_parts: bool = False
@@ -456,6 +479,7 @@ class ModelSpec:
                 "norms that subtract the mean are supported only if both parts of a layer read the "
                 "same one"
             )
+        assert self.norms != "by mixer" or self.branch_scale == 1.0
         layers = [
             (self.rope_of(layer), self.kv_heads_of(layer), self.rotary_head_dim(layer))
             for layer in range(self.num_layers)
@@ -518,6 +542,12 @@ class ModelSpec:
         is_recurrent = self.recurrent is not None and layer in self.recurrent.layers
         return self.has_part(layer, "mixer") and (self.parallel_mixers or not is_recurrent)
 
+    def norms_of(self, layer: int) -> Norms:
+        """Where the norms of a layer's parts are."""
+        if self.norms == "by mixer":
+            return "after" if self.attends(layer) else "before"
+        return self.norms
+
     def kv_source(self, layer: int) -> int:
         """The layer whose keys and values a layer with attention reads, usually its own."""
         return self.kv_sources[layer] if self.kv_sources else layer
@@ -574,7 +604,7 @@ class ModelSpec:
                 heads += (1 if layer in self.keys_are_values else 2) * own.num_kv_heads
             mixers += (heads * own.head_dim + self.num_gates(layer)) * self.hidden_size
         if (recurrent := self.recurrent) is not None:
-            mixers += len(recurrent.layers) * recurrent.num_rows * self.hidden_size
+            mixers += len(recurrent.layers) * recurrent.num_weights(self.hidden_size)
         with_experts, experts = frozenset[int](), 0
         if self.moe is not None:
             with_experts = frozenset() if self.moe.beside else self.moe.layers

@@ -52,12 +52,21 @@ def test_every_id_of_the_model_is_one_of_the_tokenizer(
         "nemotron-3": 131_072,
         "glm-4.7": 154_880,
         "deepseek-v2": 102_400,
+        "olmo-hybrid": 100_352,
+        "kimi-linear": 163_840,
     }
     family = "-".join(shape.split("-")[: 1 if shape.startswith("qwen") else 2])
     assert spec.vocab_size == vocab_sizes[family]
     has_experts = family in ("gpt-oss", "glm-4.7", "deepseek-v2")
     assert (spec.moe is not None) == (bool(re.search(r"-a\d+b$", shape)) or has_experts)
-    recurrent = ("qwen3.6", "granite-4", "nemotron-nano", "nemotron-3")
+    recurrent = (
+        "qwen3.6",
+        "granite-4",
+        "nemotron-nano",
+        "nemotron-3",
+        "olmo-hybrid",
+        "kimi-linear",
+    )
     assert (spec.recurrent is not None) == (family in recurrent)
     assert num_tokens(tmp_path / "model", sizes) == spec.vocab_size
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from minisgl_backend.cli.main import main
 from minisgl_backend.models.decoder import Decoder
-from minisgl_backend.models.spec import ConvSpec
+from minisgl_backend.models.spec import ConvSpec, KimiDeltaSpec
 from minisgl_backend.plan import WHOLE_EVERY
 from minisgl_bench.step_bytes import bytes_of_decode
 from tests.conformance.checkpoints import CONTEXT, write_checkpoint
@@ -89,6 +89,16 @@ def test_recurrent_states_are_read_and_now_and_then_written(case: str, tmp_path:
         row = bytes_of_decode(model, 2, 7) - bytes_of_decode(model, 1, 7)
         pages = 7 * sum(of_position(model, layer) for layer in model.spec.attention_layers)
         assert row == len(shape.layers) * (2 * inputs + matrices + matrices // WHOLE_EVERY) + pages
+
+
+def test_states_of_kimi_delta_are_read_and_written(tmp_path: Path) -> None:
+    with bound("kimi-linear", tmp_path) as (model, _):
+        shape, latent = model.spec.recurrent, model.spec.latent
+        assert isinstance(shape, KimiDeltaSpec) and latent is not None
+        state = math.prod(shape.matrices) + shape.num_channels * (shape.conv_width - 1)
+        # so many rows that all experts are read in either case
+        grown = bytes_of_decode(model, 3000, 7) - bytes_of_decode(model, 2000, 7)
+        assert grown == 1000 * (len(shape.layers) * 2 * state + 7 * latent.key_dim) * FLOAT
 
 
 def test_inputs_of_short_convolutions_are_read_and_written(tmp_path: Path) -> None:

@@ -965,6 +965,26 @@ def _lfm3(**changes: Any) -> PreTrainedModel:
     return cast(PreTrainedModel, _newer("Lfm3ForCausalLM")(config))
 
 
+def _olmo_hybrid(**changes: Any) -> PreTrainedModel:
+    """Its attention does not rotate, and its rates are up to 2. Keys and values have the same size,
+    since transformers cuts the convolution into thirds when it saves it."""
+    sizes = {"num_hidden_layers": 5, "linear_num_key_heads": 4, "linear_num_value_heads": 8}
+    sizes |= {"linear_key_head_dim": 12, "linear_value_head_dim": 6}
+    still = {"rope_parameters": {"rope_type": "default", "rope_theta": None}}
+    config = _newer("OlmoHybridConfig")(**{**_SHAPE, **sizes, **still, **changes})
+    return cast(PreTrainedModel, _newer("OlmoHybridForCausalLM")(config))
+
+
+def _kimi_linear(**changes: Any) -> PreTrainedModel:
+    """Kimi Delta Attention in three of four layers, and latents that do not rotate."""
+    experts = {"moe_intermediate_size": 48, "num_local_experts": 8, "num_experts_per_tok": 3}
+    kinds = [*["linear_attention"] * 3, "full_attention"]
+    sizes = {"linear_num_heads": 4, "linear_head_dim": 16, "num_hidden_layers": 4}
+    values = {**_SHAPE, **_LATENTS, **experts, **sizes, "layer_types": kinds}
+    values |= {"q_lora_rank": None, **changes}
+    return _corrected(_newer("KimiLinearForCausalLM")(_newer("KimiLinearConfig")(**values)))
+
+
 _EYE: Final = MappingProxyType(
     {
         "hidden_size": 32,
@@ -1402,6 +1422,33 @@ CASES: Final[Mapping[str, Callable[[], PreTrainedModel]]] = MappingProxyType(
             conv_L_cache=3,
             tie_word_embeddings=False,
         ),
+        "olmo-hybrid": _olmo_hybrid,
+        "olmo-hybrid-rotating": lambda: _olmo_hybrid(
+            rope_parameters=dict(_YARN),
+            layer_types=["full_attention", *["linear_attention"] * 2, "full_attention"],
+            num_hidden_layers=4,
+            linear_allow_neg_eigval=False,
+            linear_num_value_heads=4,
+            linear_key_head_dim=16,
+            linear_value_head_dim=16,
+            linear_conv_kernel_dim=3,
+            attention_bias=True,
+            tie_word_embeddings=True,
+        ),
+        "kimi-linear": _kimi_linear,
+        "kimi-linear-queries": lambda: _kimi_linear(
+            q_lora_rank=36,
+            n_group=4,
+            topk_group=2,
+            n_shared_experts=2,
+            norm_topk_prob=False,
+            layer_types=["full_attention", "linear_attention", "full_attention"],
+            mlp_layer_types=["sparse", "dense", "sparse"],
+            num_hidden_layers=3,
+            linear_num_heads=2,
+            linear_head_dim=24,
+            linear_conv_kernel_dim=2,
+        ),
     }
 )
 
@@ -1590,6 +1637,11 @@ def write_model(name: str, folder: Path) -> None:
         ),
         "quantized-falcon": lambda: _falcon_h1(
             **sizes, num_hidden_layers=1, mamba_d_ssm=128, mamba_n_heads=8, mamba_d_state=64
+        ),
+        "quantized-kimi": lambda: _kimi_linear(
+            **{**sizes, "num_hidden_layers": 2, "kv_lora_rank": 128, "linear_head_dim": 32},
+            layer_types=["linear_attention", "full_attention"],
+            mlp_layer_types=["dense", "dense"],
         ),
         "quantized-llama4": lambda: _llama4(
             **{**sizes, "intermediate_size": 192}, interleave_moe_layer_step=2

@@ -423,6 +423,20 @@ CASES: Final[Mapping[str, Case]] = MappingProxyType(
             },
             model="quantized-mamba",
         ),
+        "ct-kimi": Case(
+            fp8_channel,
+            {
+                **_compressed("float-quantized", _group("channel"), _group("token", dynamic=True)),
+                "ignore": ["lm_head", r"re:.*self_attn\.(b|[fg]_[ab])_proj$"],
+            },
+            model="quantized-kimi",
+            plain_in=r"self_attn\.(b|[fg]_[ab])_proj",
+        ),
+        "fp8-blocks-kimi": Case(
+            lambda weight: fp8_blocks(weight, size=64),
+            {**_FP8, "weight_block_size": [64, 64], "modules_to_not_convert": ["lm_head"]},
+            model="quantized-kimi",
+        ),
         "ct-multipliers": Case(
             fp8_channel,
             _compressed("float-quantized", _group("channel"), _group("token", dynamic=True)),

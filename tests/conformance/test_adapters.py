@@ -185,6 +185,7 @@ def test_adapters_over_quantized_weights(case: str, tmp_path: Path) -> None:
         ("lfm2", ("q_proj", "k_proj", "v_proj", "w1", "w2", "w3")),
         ("lfm2", r".*\.(self_attn\.out_proj|w2)"),
         ("lfm3", ("q_proj", "g_proj", "o_proj", "w1")),
+        ("olmo-hybrid", r".*\.(self_attn\.(q|k|v|o)_proj|mlp\.\w+)"),
         ("granite-hybrid-dense", ("k_proj", "o_proj", "input_linear", "output_linear")),
     ],
 )

@@ -105,6 +105,8 @@ def _tensors(output: object) -> list[Tensor]:
         ("nemotron-h", True),
         ("granite-hybrid-dense", False),
         ("lfm2", True),
+        ("olmo-hybrid", False),
+        ("kimi-linear", True),
         ("cohere2", True),
         ("llama4", True),
     ],

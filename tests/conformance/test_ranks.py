@@ -81,6 +81,8 @@ PAGE_SIZE = 16
         "lfm2-biases",
         "lfm2-moe",
         "lfm3",
+        "olmo-hybrid",
+        "kimi-linear",
         "qwen3-vl-experts",
         "qwen3.5-tied",
         "qwen3-next-sparse",

@@ -32,7 +32,7 @@ class Answers:
     outcome: Outcome
 
 
-@pytest.fixture(scope="module", params=["qwen3.5", "nemotron-h"])
+@pytest.fixture(scope="module", params=["qwen3.5", "nemotron-h", "kimi-linear"])
 def exact(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Answers:
     folder = tmp_path_factory.mktemp("states")
     write_checkpoint(request.param, folder)

@@ -148,7 +148,7 @@ def test_turns_go_on_from_answers(page_size: int, overlap: bool, tmp_path: Path)
     """Conversations run side by side. With recurrent layers, at least nine tenths as much is cached
     as with attention alone; tokens are those without a cache."""
     cached = {}
-    for case in ("qwen3", "qwen3.5", "qwen3-next", "nemotron-h", "lfm2"):
+    for case in ("qwen3", "qwen3.5", "qwen3-next", "nemotron-h", "lfm2", "kimi-linear"):
         folder = tmp_path / case
         folder.mkdir()
         theirs = write_checkpoint(case, folder)
@@ -162,6 +162,7 @@ def test_turns_go_on_from_answers(page_size: int, overlap: bool, tmp_path: Path)
     assert cached["qwen3-next"] >= 0.9 * cached["qwen3"]
     assert cached["nemotron-h"] >= 0.9 * cached["qwen3"]
     assert cached["lfm2"] >= 0.9 * cached["qwen3"]
+    assert cached["kimi-linear"] >= 0.9 * cached["qwen3"]
 
 
 def hold_conversations(engine: TinyEngine, theirs: Any) -> int:

@@ -587,6 +587,7 @@ def test_graphs_wait_for_their_inputs(
         ("qwen3-moe", {}),
         ("qwen3.5", {}),
         ("nemotron-h-experts", {}),
+        ("kimi-linear", {}),
         ("qwen3", {"enable_lora": True}),
         ("qwen3", {"enable_lora": True, "max_prefill_tokens": 1500}),  # blocks of many tokens
     ],

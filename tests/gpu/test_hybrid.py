@@ -35,10 +35,12 @@ DENSE = [
     # not granite-hybrid-dense: older versions of transformers normalize its groups together
     *("nemotron-h", "nemotron-h-biases", "bamba"),
     *("falcon-h1", "falcon-h1-norm", "lfm2", "lfm2-biases", "lfm3"),
+    *("olmo-hybrid", "olmo-hybrid-rotating"),
 ]
 EXPERTS = [
     *("qwen3.5-experts", "qwen3.5-experts-multimodal", "qwen3-next", "qwen3-next-sparse"),
     *("nemotron-h-experts", "nemotron-h-latent", "granite-hybrid", "lfm2-moe"),
+    *("kimi-linear", "kimi-linear-queries"),
 ]
 
 
@@ -143,6 +145,9 @@ def check_tokens_in_bf16(
         ("broad-granite", 8, None),
         ("broad-lfm2", 1, None),
         ("broad-lfm2", 8, None),
+        ("olmo-hybrid", 1, None),
+        ("kimi-linear", 8, None),
+        ("kimi-linear", 8, "float16"),
     ],
 )
 def test_graphs_give_what_launches_give(

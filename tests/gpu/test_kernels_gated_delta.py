@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -272,6 +273,24 @@ def test_equal_keys_stay_finite(device: torch.device, dtype: torch.dtype) -> Non
     tolerance = 1e-3 if dtype == torch.float32 else 0.05
     assert relative_error(out, expected) < tolerance
     assert relative_error(states.matrices, wanted.matrices) < tolerance
+
+
+@pytest.mark.parametrize("shape", [TINY] if is_interpreted() else [TINY, (3, 3, 96, 192)])
+def test_rates_up_to_two(device: torch.device, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Those of OLMo Hybrid, with its heads."""
+    weights = replace(made_weights(shape, device, dtype), rate_scale=2.0)
+    states, wanted = made_states(shape, 2, device, dtype)
+    inputs, runs = made_inputs(shape, 140, device, dtype), runs_on(device, [Run(0, 140, 1, 0)])
+    out, expected = (torch.empty_like(inputs.z).contiguous() for _ in range(2))
+    gated_delta.delta_runs_reference(expected, inputs, weights, wanted, runs)
+    gated_delta.delta_runs(out, inputs, weights, states, runs)
+    tolerance = 5e-5 if dtype == torch.float32 else 2 * TOLERANCE[dtype]
+    assert relative_error(out, expected) < tolerance
+    assert relative_error(states.matrices[1], wanted.matrices[1]) < tolerance
+    slots, positions = (torch.tensor([at], device=device) for at in (1, 140))
+    gated_delta.delta_step_reference(expected[:1], inputs, weights, wanted, slots)
+    gated_delta.delta_step(out[:1], inputs, weights, states, slots, positions)
+    assert relative_error(out[:1], expected[:1]) < 2 * tolerance
 
 
 @pytest.mark.parametrize("state_dtype", OF_16_BITS)

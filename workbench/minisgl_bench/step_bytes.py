@@ -17,6 +17,7 @@ from minisgl_backend.layers.embedding import VocabEmbedding
 from minisgl_backend.layers.experts import ExpertsMLP
 from minisgl_backend.models.decoder import Decoder
 from minisgl_backend.models.gated_delta_net import GatedDeltaNet
+from minisgl_backend.models.kimi_delta import KimiDeltaAttention
 from minisgl_backend.models.latent_attention import LatentAttention
 from minisgl_backend.models.mamba import MambaMixer
 from minisgl_backend.models.parallel_mixer import ParallelMixer
@@ -53,8 +54,10 @@ def _bytes_of_row(mixer: TokenMixer | None, num_seen: int) -> int:
     if isinstance(mixer, ParallelMixer):
         both = mixer.attention, mixer.recurrent
         return sum(_bytes_of_row(each, num_seen) for each in both)
-    if isinstance(mixer, (GatedDeltaNet, MambaMixer, ShortConv)):
+    if isinstance(mixer, (GatedDeltaNet, KimiDeltaAttention, MambaMixer, ShortConv)):
         inputs, matrices = mixer.states.conv[0].nbytes, mixer.states.matrices[0].nbytes
+        if isinstance(mixer, KimiDeltaAttention):  # each step writes them
+            return 2 * (inputs + matrices)
         return 2 * inputs + matrices + matrices // WHOLE_EVERY
     assert isinstance(mixer, (SelfAttention, LatentAttention))
     keys = mixer.kv.keys  # [num_pages + 1, page_size, num_kv_heads, head_dim]

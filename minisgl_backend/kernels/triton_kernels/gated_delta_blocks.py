@@ -4,11 +4,14 @@
     _chain_blocks     the states, from block to block, and what the tokens read of them
     _gated_norm       the norm and the gate of the output
 
+If each dimension of a key decays by itself, the first is another kernel (``kimi_delta_blocks``).
 Blocks and runs may be padding (``kernels.delta_runs``, which has their columns), whose programs end
 at once. So one CUDA graph serves steps with different numbers of rows.
 
 Names of dimensions: K of a key, V of a value, each padded to a power of two (KP, VP).
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -23,9 +26,32 @@ from minisgl_backend.plan import WHOLE_EVERY
 EPS = tl.constexpr(1e-6)  # added to the squared length of queries and keys
 
 
+class SolvedBlocks(NamedTuple):
+    """What does not depend on earlier states, by block and head: see ``_solve_blocks``. ``queries``
+    and ``keys`` are those of key heads. If each dimension of a key decays by itself, they contain
+    its decays: queries have decayed since the block began, and keys until it ends; and ``decays``
+    are [num_blocks, num_heads, BLOCK, KP]."""
+
+    queries: Tensor
+    keys: Tensor
+    owed: Tensor
+    within: Tensor
+    written: Tensor
+    decays: Tensor
+
+
 @triton.jit
 def silu(x):
     return x * tl.sigmoid(x)
+
+
+@triton.jit
+def open_gate(z, SIGMOID: tl.constexpr):
+    """What an output is multiplied by."""
+    gate = tl.sigmoid(z)
+    if not SIGMOID:
+        gate *= z
+    return gate
 
 
 @triton.jit
@@ -52,13 +78,13 @@ def stored(state, kind: tl.constexpr):
 
 
 @triton.jit
-def _product(a, b, KIND: tl.constexpr, PRECISION: tl.constexpr):
+def product(a, b, KIND: tl.constexpr, PRECISION: tl.constexpr):
     """a b in float32, for operands that are rounded to ``KIND``."""
     return tl.dot(a.to(KIND), b.to(KIND), input_precision=PRECISION)
 
 
 @triton.jit
-def _inverse(a, exchanged_ptr, KIND: tl.constexpr, PRECISION: tl.constexpr):
+def inverse(a, exchanged_ptr, KIND: tl.constexpr, PRECISION: tl.constexpr):
     """(1 + a)^-1 for a strictly lower triangular [64, 64].
 
     The 16 x 16 blocks on the diagonal are inverted row by row, which is stable. With D their
@@ -87,10 +113,10 @@ def _inverse(a, exchanged_ptr, KIND: tl.constexpr, PRECISION: tl.constexpr):
         tl.store(part_ptr[:, None] + row * 16 + column[None, :], rows[row])
     tl.debug_barrier()
     d = tl.load(on_diagonal, mask=own, other=0.0)
-    n = _product(d, tl.where(own, 0.0, a), KIND, PRECISION)
+    n = product(d, tl.where(own, 0.0, a), KIND, PRECISION)
     one = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
-    series = _product(one - n, one + _product(n, n, KIND, PRECISION), KIND, PRECISION)
-    return _product(series, d, KIND, PRECISION)
+    series = product(one - n, one + product(n, n, KIND, PRECISION), KIND, PRECISION)
+    return product(series, d, KIND, PRECISION)
 
 
 @triton.jit(do_not_specialize_on_alignment=["blocks_ptr", "a_ptr", "b_ptr"])
@@ -119,6 +145,7 @@ def _solve_blocks(
     KP: tl.constexpr,
     VP: tl.constexpr,
     TOKENS: tl.constexpr,
+    RATE_SCALE: tl.constexpr,
     SYSTEM_KIND: tl.constexpr,  # of the operands that invert the system
     PRECISION: tl.constexpr,
 ):
@@ -167,17 +194,17 @@ def _solve_blocks(
         base = block * HEADS + head
         g = tl.load(decays_ptr + base * TOKENS + n)
         b = tl.load(b_ptr + t * b_stride + head, mask=inside, other=0.0)
-        rate = tl.where(inside, tl.sigmoid(b.to(tl.float32)), 0.0)
+        rate = tl.where(inside, tl.sigmoid(b.to(tl.float32)) * RATE_SCALE, 0.0)
         system = alike * between(g, causal) * rate[:, None]
         to_exchanged = exchanged_ptr + base * (TOKENS * 16)
-        inverse = _inverse(system, to_exchanged, SYSTEM_KIND, PRECISION)
-        of_keys = (inverse * (rate * tl.exp(g))[None, :]).to(kind)
+        inverted = inverse(system, to_exchanged, SYSTEM_KIND, PRECISION)
+        of_keys = (inverted * (rate * tl.exp(g))[None, :]).to(kind)
         owed = tl.dot(of_keys, k, input_precision=PRECISION)
         tl.store(owed_ptr + (base * TOKENS + n[:, None]) * KP + i[None, :], owed.to(kind))
         v_at = 2 * KEY_HEADS * K + head * V + j[None, :]
         in_values = inside[:, None] & (j < V)[None, :]
         v = tl.load(channels_ptr + t[:, None] * channels_stride + v_at, mask=in_values, other=0.0)
-        of_values = (inverse * rate[None, :]).to(kind)
+        of_values = (inverted * rate[None, :]).to(kind)
         written = tl.dot(of_values, v, input_precision=PRECISION)
         tl.store(written_ptr + (base * TOKENS + n[:, None]) * VP + j[None, :], written.to(kind))
 
@@ -206,9 +233,10 @@ def _chain_blocks(
     TOKENS: tl.constexpr,
     STAGES: tl.constexpr,
     EVERY: tl.constexpr,
+    BY_DIMENSION: tl.constexpr,  # see SolvedBlocks
     PRECISION: tl.constexpr,
 ):
-    """For a run, a head and a part of its values, from what ``_solve_blocks`` left."""
+    """For a run, a head and a part of its values, from what was solved for each block."""
     run_ptr = runs_ptr + tl.program_id(0) * 4
     head = tl.program_id(1)
     first, last = tl.load(run_ptr), tl.load(run_ptr + 1)
@@ -238,24 +266,33 @@ def _chain_blocks(
         owed = tl.load(owed_ptr + base * (TOKENS * KP) + of_keys)
         within = tl.load(within_ptr + base * (TOKENS * TOKENS) + of_within)
         written = tl.load(written_ptr + base * (TOKENS * VP) + of_values)
-        decays = tl.load(decays_ptr + base * TOKENS + n)  # since the block began
-        decay = tl.load(decays_ptr + base * TOKENS + TOKENS - 1)  # over the block
+        if BY_DIMENSION:
+            decay = tl.load(decays_ptr + (base * TOKENS + TOKENS - 1) * KP + i)  # over the block
+        else:
+            decays = tl.load(decays_ptr + base * TOKENS + n)  # since the block began
+            decay = tl.load(decays_ptr + base * TOKENS + TOKENS - 1)  # over the block
         begin, end = tl.load(blocks_ptr + block * 4), tl.load(blocks_ptr + block * 4 + 1)
         t = (begin + n).to(tl.int64)
         inside = t < end
         copy = tl.load(blocks_ptr + block * 4 + 2).to(tl.int64)
         rounded = state.to(kind)
         new = written.to(tl.float32) - tl.dot(owed, rounded, input_precision=PRECISION)
-        found = tl.dot(queries, rounded, input_precision=PRECISION) * tl.exp(decays)[:, None]
-        found = tl.dot(within, new.to(kind), found, input_precision=PRECISION)
-        new = (new * tl.exp(decay - decays)[:, None]).to(kind)
-        state = tl.dot(tl.trans(keys), new, state * tl.exp(decay), input_precision=PRECISION)
+        found = tl.dot(queries, rounded, input_precision=PRECISION)
+        if BY_DIMENSION:
+            left = tl.exp(decay)[:, None]
+            found = tl.dot(within, new.to(kind), found, input_precision=PRECISION)
+        else:
+            left = tl.exp(decay)
+            found *= tl.exp(decays)[:, None]
+            found = tl.dot(within, new.to(kind), found, input_precision=PRECISION)
+            new *= tl.exp(decay - decays)[:, None]
+        state = tl.dot(tl.trans(keys), new.to(kind), state * left, input_precision=PRECISION)
         to = out_ptr + (t[:, None] * HEADS + head) * V + j[None, :]
         tl.store(to, found.to(out_ptr.dtype.element_ty), mask=inside[:, None] & in_v[None, :])
         if copy >= 0:
             tl.store(head_ptr + copy * slot_stride, stored(state, state_kind), mask=in_state)
     tl.store(head_ptr + slot * slot_stride, stored(state, state_kind), mask=in_state)
-    if tl.program_id(2) == 0:
+    if not BY_DIMENSION and tl.program_id(2) == 0:
         num_tokens = tl.load(blocks_ptr + last * 4 - 3) - tl.load(blocks_ptr + first * 4)
         tl.store(begins_ptr + slot * HEADS + head, (position + num_tokens) % EVERY)
 
@@ -274,6 +311,7 @@ def _gated_norm(
     V: tl.constexpr,
     VP: tl.constexpr,
     LINES: tl.constexpr,
+    SIGMOID: tl.constexpr,
 ):
     # lines of tokens:  decoding rows, done | [begin, end) runs | padding, which gets zeros
     line = tl.program_id(0).to(tl.int64) * LINES + tl.arange(0, LINES)
@@ -286,62 +324,37 @@ def _gated_norm(
     z_at = z_ptr + (line // HEADS)[:, None] * z_stride + (line % HEADS)[:, None] * V + j[None, :]
     z = tl.load(z_at, mask=mask, other=0.0).to(tl.float32)
     weight = tl.load(norm_ptr + j, mask=j < V, other=0.0).to(tl.float32)
-    x *= tl.rsqrt(tl.sum(x * x, axis=1) / V + eps)[:, None] * weight[None, :] * silu(z)
+    x *= tl.rsqrt(tl.sum(x * x, axis=1) / V + eps)[:, None] * weight[None, :]
+    x *= open_gate(z, SIGMOID)
     tl.store(at, x.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def launch_rule_blocks(
-    out: Tensor,
+def solve_blocks(
     channels: Tensor,
-    z: Tensor,
     a: Tensor,
     b: Tensor,
-    weights: tuple[Tensor, Tensor, Tensor],
-    states: Tensor,
-    begins: Tensor,
+    rates: tuple[Tensor, Tensor],
     blocks: Tensor,
-    runs: Tensor,
+    shape: tuple[int, int, int, int],
     *,
-    num_key_heads: int,
-    eps: float,
-) -> None:
-    """The rule of ``minisgl_backend.kernels.gated_delta.delta_runs``. ``channels`` have gone
-    through the convolution. ``weights`` are the decay's log rates and biases, and the norm's
-    weight; ``begins`` are ``PendingUpdates.begins``."""
-    num_tokens, num_heads, value_dim = out.shape
-    key_dim, num_blocks = states.shape[2], len(blocks)
-    assert states[0].is_contiguous() and begins.is_contiguous() and out.is_contiguous()
-    assert a.stride(1) == b.stride(1) == channels.stride(1) == z.stride(2) == 1
-    assert z.stride(1) == value_dim
-    log_rates, bias, norm = weights
-    # at least 64: with narrower operands, four warps multiply what lies beyond shared memory
-    kp, vp = (max(64, triton.next_power_of_2(size)) for size in (key_dim, value_dim))
-    # With 16-bit inputs, an inverse is rounded to 16 bits in any case. Its operands are not large:
-    # corrections with rates of at most 1 enlarge nothing. So float16 suffices, which has as many
-    # bits as tf32, and whose operands the tensor cores take in any order.
-    is_wide = channels.dtype == torch.float32
-    precision, system_kind = ("tf32x3", tl.float32) if is_wide else ("tf32", tl.float16)
-
-    def scratch(heads: int, width: int, dtype: torch.dtype = channels.dtype) -> Tensor:
-        shape = (num_blocks, heads, BLOCK, width)
-        return torch.empty(shape, dtype=dtype, device=channels.device)
-
-    queries, keys = scratch(num_key_heads, kp), scratch(num_key_heads, kp)
-    owed, within, written = (scratch(num_heads, width) for width in (kp, BLOCK, vp))
-    decays, exchanged = (scratch(num_heads, width, torch.float32) for width in (1, 16))
-    _solve_blocks[(num_blocks, num_key_heads)](
-        queries,
-        keys,
-        owed,
-        within,
-        written,
-        decays,
+    rate_scale: float,
+) -> SolvedBlocks:
+    """What of the rule does not depend on earlier states. ``channels`` have gone through the
+    convolution. ``rates`` are the decay's log rates and biases; ``shape``: numbers of key heads and
+    heads, key_dim and value_dim."""
+    num_key_heads, num_heads, key_dim, value_dim = shape
+    assert a.stride(1) == b.stride(1) == channels.stride(1) == 1
+    solved = empty_blocks(channels, len(blocks), shape, by_dimension=False)
+    kp, vp = solved.keys.shape[3], solved.written.shape[3]
+    exchanged = torch.empty((len(blocks), num_heads, BLOCK, 16), device=channels.device)
+    precision, system_kind = precision_of(channels.dtype)
+    _solve_blocks[(len(blocks), num_key_heads)](
+        *solved,
         exchanged,
         channels,
         a,
         b,
-        log_rates,
-        bias,
+        *rates,
         blocks,
         channels.stride(0),
         a.stride(0),
@@ -354,24 +367,77 @@ def launch_rule_blocks(
         KP=kp,
         VP=vp,
         TOKENS=BLOCK,
+        RATE_SCALE=rate_scale,
         SYSTEM_KIND=system_kind,
         PRECISION=precision,
         num_warps=4,
     )
+    return solved
+
+
+def empty_blocks(
+    channels: Tensor, num_blocks: int, shape: tuple[int, int, int, int], *, by_dimension: bool
+) -> SolvedBlocks:
+    """Memory for what is solved."""
+    num_key_heads, num_heads, key_dim, value_dim = shape
+    # at least 64: with narrower operands, four warps multiply what lies beyond shared memory
+    kp, vp = (max(64, triton.next_power_of_2(size)) for size in (key_dim, value_dim))
+
+    def scratch(heads: int, width: int, dtype: torch.dtype = channels.dtype) -> Tensor:
+        size = (num_blocks, heads, BLOCK, width)
+        return torch.empty(size, dtype=dtype, device=channels.device)
+
+    return SolvedBlocks(
+        queries=scratch(num_key_heads, kp),
+        keys=scratch(num_key_heads, kp),
+        owed=scratch(num_heads, kp),
+        within=scratch(num_heads, BLOCK),
+        written=scratch(num_heads, vp),
+        decays=scratch(num_heads, kp if by_dimension else 1, torch.float32),
+    )
+
+
+def precision_of(dtype: torch.dtype) -> tuple[str, tl.dtype]:
+    """How GEMMs over blocks multiply inputs of this type, and the type of the operands that invert
+    the systems.
+
+    With 16-bit inputs, an inverse is rounded to 16 bits in any case. Its operands are not large:
+    corrections with rates of at most 2 enlarge nothing. So float16 suffices, which has as many bits
+    as tf32, and whose operands the tensor cores take in any order.
+    """
+    return ("tf32x3", tl.float32) if dtype == torch.float32 else ("tf32", tl.float16)
+
+
+def launch_chain(
+    out: Tensor,
+    solved: SolvedBlocks,
+    z: Tensor,
+    norm: Tensor,
+    states: Tensor,
+    begins: Tensor,
+    blocks: Tensor,
+    runs: Tensor,
+    *,
+    eps: float,
+    sigmoid_gates: bool,
+) -> None:
+    """The rest of ``minisgl_backend.kernels.gated_delta.delta_runs``. ``norm`` is the weight of the
+    output's norm, ``begins`` are ``PendingUpdates.begins``."""
+    num_tokens, num_heads, value_dim = out.shape
+    key_dim, num_blocks = states.shape[2], len(blocks)
+    assert states[0].is_contiguous() and begins.is_contiguous() and out.is_contiguous()
+    assert z.stride(2) == 1 and z.stride(1) == value_dim
+    num_key_heads, kp, vp = solved.keys.shape[1], solved.keys.shape[3], solved.written.shape[3]
+    precision, _ = precision_of(solved.keys.dtype)
     part = 32
     # what is loaded for a block; besides, operands that are computed take some 13 KiB
-    stage_bytes = BLOCK * (3 * kp + BLOCK + part) * channels.element_size()
+    stage_bytes = BLOCK * (3 * kp + BLOCK + part) * solved.keys.element_size()
     stages = (most_bytes(shared_bytes(out.device)) - 16 * 1024) // stage_bytes
     _chain_blocks[(len(runs), num_heads, vp // part)](
         out,
         states,
         begins,
-        queries,
-        keys,
-        owed,
-        within,
-        written,
-        decays,
+        *solved,
         blocks,
         runs,
         states.stride(0),
@@ -385,6 +451,7 @@ def launch_rule_blocks(
         TOKENS=BLOCK,
         STAGES=min(max(stages, 1), 3),
         EVERY=WHOLE_EVERY,
+        BY_DIMENSION=solved.decays.shape[3] > 1,
         PRECISION=precision,
         num_warps=4,
     )
@@ -402,5 +469,6 @@ def launch_rule_blocks(
         V=value_dim,
         VP=vp,
         LINES=lines,
+        SIGMOID=sigmoid_gates,
         num_warps=4,
     )

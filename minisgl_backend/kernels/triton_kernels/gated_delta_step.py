@@ -17,7 +17,12 @@ from minisgl_backend.kernels.triton_kernels.conv_step import (
     conv_ended,
     keep_inputs_of_token,
 )
-from minisgl_backend.kernels.triton_kernels.gated_delta_blocks import EPS, log_decay, silu, stored
+from minisgl_backend.kernels.triton_kernels.gated_delta_blocks import (
+    EPS,
+    log_decay,
+    open_gate,
+    stored,
+)
 from minisgl_backend.kernels.triton_kernels.pdl import allow_next, launch_options, wait_previous
 from minisgl_backend.kernels.triton_kernels.pending_updates import with_pending
 from minisgl_backend.plan import WHOLE_EVERY
@@ -26,6 +31,10 @@ _FEW_ROWS: Final = 8
 """Up to this many rows, the time of a single program counts: sums are computed in pairs, with the
 same bits, and the convolution's inputs stay in registers. With more rows, bytes count, and this is
 slower."""
+
+
+_MOST_OF_FOUR_WARPS: Final = 128 * 128
+"""Numbers of a state that four warps hold in registers."""
 
 
 @triton.jit
@@ -69,6 +78,9 @@ def _step(
     VP: tl.constexpr,
     WIDTH: tl.constexpr,  # of the convolution
     EVERY: tl.constexpr,
+    RATE_SCALE: tl.constexpr,
+    BY_DIMENSION: tl.constexpr,  # each dimension of a key decays by itself
+    SIGMOID: tl.constexpr,  # the gates
     FEW: tl.constexpr,  # see _FEW_ROWS
     PDL: tl.constexpr,
 ):
@@ -89,29 +101,34 @@ def _step(
     at = states_ptr + slot * states_stride + head * (K * V) + i[:, None] * V + j[None, :]
     in_state = in_k[:, None] & in_v[None, :]
     state = tl.load(at, mask=in_state, other=0.0, cache_modifier=".cg").to(tl.float32)  # [KP, VP]
-    place = (tl.load(positions_ptr + row) % EVERY).to(tl.int32)  # of this token's update
     of_head = slot * HEADS + head
-    begin = tl.load(begins_ptr + of_head, cache_modifier=".cg")
-    if begin < place:
-        state = with_pending(
-            state,
-            keys_ptr + (slot * KEY_HEADS + key_head) * (EVERY * K),
-            values_ptr + of_head * (EVERY * V),
-            decays_ptr + of_head * EVERY,
-            begin,
-            place,
-            i,
-            j,
-            K,
-            V,
-        )
+    if not BY_DIMENSION:  # otherwise no kernel leaves updates pending
+        place = (tl.load(positions_ptr + row) % EVERY).to(tl.int32)  # of this token's update
+        begin = tl.load(begins_ptr + of_head, cache_modifier=".cg")
+        if begin < place:
+            state = with_pending(
+                state,
+                keys_ptr + (slot * KEY_HEADS + key_head) * (EVERY * K),
+                values_ptr + of_head * (EVERY * V),
+                decays_ptr + of_head * EVERY,
+                begin,
+                place,
+                i,
+                j,
+                K,
+                V,
+            )
     of_q, of_k = key_head * K + i, (KEY_HEADS + key_head) * K + i
     of_v = 2 * KEY_HEADS * K + head * V + j
     row_inputs = inputs_ptr + slot * inputs_stride
     q_begun, q_own, q_stay = conv_begun(row_inputs, conv_ptr, of_q, in_k, WIDTH)
     k_begun, k_own, k_stay = conv_begun(row_inputs, conv_ptr, of_k, in_k, WIDTH)
     v_begun, v_own, v_stay = conv_begun(row_inputs, conv_ptr, of_v, in_v, WIDTH)
-    log_rate, bias = tl.load(log_rates_ptr + head), tl.load(bias_ptr + head)
+    log_rate = tl.load(log_rates_ptr + head)
+    if BY_DIMENSION:
+        bias = tl.load(bias_ptr + head * K + i, mask=in_k, other=0.0)
+    else:
+        bias = tl.load(bias_ptr + head)
     norm = tl.load(norm_ptr + j, mask=in_v, other=0.0).to(tl.float32)
     if PDL:
         wait_previous()
@@ -120,8 +137,13 @@ def _step(
     k_input = tl.load(token + of_k, mask=in_k, other=0.0)
     v_input = tl.load(token + of_v, mask=in_v, other=0.0)
     z = tl.load(z_ptr + row * z_stride + head * V + j, mask=in_v, other=0.0).to(tl.float32)
-    rate = tl.sigmoid(tl.load(b_ptr + row * b_stride + head).to(tl.float32))
-    decay = tl.exp(log_decay(tl.load(a_ptr + row * a_stride + head), log_rate, bias))
+    rate = tl.sigmoid(tl.load(b_ptr + row * b_stride + head).to(tl.float32)) * RATE_SCALE
+    if BY_DIMENSION:
+        a = tl.load(a_ptr + row * a_stride + head * K + i, mask=in_k, other=0.0)
+        state *= tl.exp(log_decay(a, log_rate, bias))[:, None]
+        decay = 1.0
+    else:
+        decay = tl.exp(log_decay(tl.load(a_ptr + row * a_stride + head), log_rate, bias))
     q = conv_ended(q_begun, q_own, q_input)
     k = conv_ended(k_begun, k_own, k_input)
     v = conv_ended(v_begun, v_own, v_input)
@@ -149,9 +171,10 @@ def _step(
     new = (v - known) * rate
     state = state * decay + k[:, None] * new[None, :]
     tl.store(at, stored(state, states_ptr.dtype.element_ty), mask=in_state)
-    tl.store(begins_ptr + of_head, (place + 1) % EVERY)
+    if not BY_DIMENSION:
+        tl.store(begins_ptr + of_head, (place + 1) % EVERY)
     found += tl.sum(q * k) * new
-    found *= tl.rsqrt(tl.sum(found * found) / V + eps) * norm * silu(z)
+    found *= tl.rsqrt(tl.sum(found * found) / V + eps) * norm * open_gate(z, SIGMOID)
     to = out_ptr + (row * HEADS + head) * V + j
     tl.store(to, found.to(out_ptr.dtype.element_ty), mask=in_v)
     keep_inputs_of_token(row_inputs, v_stay, v_input, of_v, in_v, WIDTH, FEW)
@@ -178,18 +201,24 @@ def launch_step(
     *,
     num_key_heads: int,
     eps: float,
+    rate_scale: float,
+    by_dimension: bool,
+    sigmoid_gates: bool,
     pdl: bool,
 ) -> None:
     """See ``minisgl_backend.kernels.gated_delta.delta_step``. ``weights``: the convolution's
     weight, the decay's log rates and biases, and the norm's weight. ``states``: the fields of a
     ``DeltaStates``, and ``pending`` those of its ``PendingUpdates``."""
-    conv, (inputs, matrices, readers) = weights[0], states
+    (conv, _, biases, _), (inputs, matrices, readers) = weights, states
     num_rows, (num_heads, key_dim, value_dim) = len(slots), matrices.shape[1:]
     if num_rows == 0:
         return
-    assert all(of.is_contiguous() for of in (out, conv, inputs[0], matrices[0], readers, *pending))
+    assert all(of.is_contiguous() for of in (out, conv, biases, inputs[0], matrices[0], readers))
+    assert all(of.is_contiguous() for of in pending)
+    a = a.flatten(1)  # if each dimension has its own, a head's follow one another
     assert a.stride(1) == b.stride(1) == x.stride(1) == z.stride(2) == 1
     assert z.stride(1) == value_dim and inputs.shape[2] == conv.shape[1] - 1
+    kp, vp = triton.next_power_of_2(key_dim), triton.next_power_of_2(value_dim)
     _step[(num_heads, num_rows)](
         out,
         x,
@@ -213,12 +242,15 @@ def launch_step(
         HEADS=num_heads,
         K=key_dim,
         V=value_dim,
-        KP=triton.next_power_of_2(key_dim),
-        VP=triton.next_power_of_2(value_dim),
+        KP=kp,
+        VP=vp,
         WIDTH=conv.shape[1],
         EVERY=WHOLE_EVERY,
+        RATE_SCALE=rate_scale,
+        BY_DIMENSION=by_dimension,
+        SIGMOID=sigmoid_gates,
         FEW=num_rows <= _FEW_ROWS,
         PDL=pdl,
-        num_warps=4,
+        num_warps=4 if kp * vp <= _MOST_OF_FOUR_WARPS else 8,
         **launch_options(pdl),
     )

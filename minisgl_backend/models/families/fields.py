@@ -17,6 +17,7 @@ from minisgl_backend.models.spec import MOST_EXPERTS, ModelSpec, RopeSpec
 from minisgl_backend.models.tensor_names import MULTIMODAL
 
 ATTENTION_KINDS: Final = ("sliding_attention", "full_attention")
+HYBRID_KINDS: Final = ("linear_attention", "full_attention")
 _STATE_DTYPES: Final = ("float32", "bfloat16", "float16")
 
 

@@ -1,8 +1,8 @@
-"""OLMo 2 and 3, and OLMoE."""
+"""OLMo 2 and 3, OLMoE, and OLMo Hybrid."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.experts_spec import ExpertsSpec
@@ -10,13 +10,28 @@ from minisgl_backend.models.common_fields import common_fields, read_rope
 from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.families.fields import (
     ATTENTION_KINDS,
+    HYBRID_KINDS,
     attention_biases,
     kinds_by_pattern,
     read_ropes_by_kind,
     read_routing,
     set_kinds,
 )
-from minisgl_backend.models.spec import ModelSpec, MoeSpec
+from minisgl_backend.models.spec import MOST_HEADS, DeltaSpec, ModelSpec, MoeSpec
+from minisgl_backend.models.tensor_names import TensorNames
+
+_RENAMED: Final = (
+    (".attention_layer_norm.", ".input_layernorm."),
+    (".feedforward_layer_norm.", ".post_attention_layernorm."),
+    *((f".linear_attn.{part}_conv1d.", f".linear_attn.conv_{part}.") for part in "qkv"),
+    *((f".linear_attn.{part}_proj.", f".linear_attn.in_proj_{part}.") for part in "qkvab"),
+    (".linear_attn.g_proj.", ".linear_attn.in_proj_z."),
+    (".linear_attn.o_proj.", ".linear_attn.out_proj."),
+    (".linear_attn.o_norm.", ".linear_attn.norm."),
+)
+"""Names in the checkpoints of OLMo Hybrid, each with the decoder's."""
+_DELTA_NORM_EPS: Final = 1e-5
+"""Of the norms of outputs of Gated DeltaNet, which no key of config.json gives."""
 
 
 def read_olmo2(config: ConfigReader) -> ModelSpec:
@@ -50,6 +65,63 @@ def read_olmoe(config: ConfigReader) -> ModelSpec:
     )
     moe = MoeSpec(experts=experts, layers=frozenset(range(fields["num_layers"])))
     return ModelSpec(architecture="OlmoeForCausalLM", moe=moe, **fields)
+
+
+def read_olmo_hybrid(config: ConfigReader) -> ModelSpec:
+    """``OlmoHybridForCausalLM``: Gated DeltaNet in most layers, whose inputs are normalized, and
+    OLMo 3's attention without windows in the others. Published models do not rotate: their
+    ``rope_theta`` is null."""
+    rotates = _has_base(config)
+    if not rotates:
+        config = config.with_values(rope_parameters={}, rope_scaling={})
+    config = config.with_defaults(max_position_embeddings=65_536, rms_norm_eps=1e-6)
+    fields = _olmo_fields(config)
+    num_layers = fields["num_layers"]
+    kinds = config.layer_kinds(HYBRID_KINDS, num_layers) or [
+        "full_attention" if layer % 4 == 3 else "linear_attention" for layer in range(num_layers)
+    ]
+    linear = frozenset(layer for layer, kind in enumerate(kinds) if kind == "linear_attention")
+    if not linear:
+        raise config.error("layer_types", "linear_attention for some layers", kinds)
+    return ModelSpec(
+        architecture="OlmoHybridForCausalLM",
+        norms="by mixer",
+        ropes=() if rotates else (None,) * num_layers,
+        recurrent=_delta(config, linear),
+        names=TensorNames(renamed=_RENAMED),
+        **fields,
+    )
+
+
+def _has_base(config: ConfigReader) -> bool:
+    """Whether heads rotate at all: only if ``rope_theta`` is not null."""
+    for key in ("rope_scaling", "rope_parameters"):  # of which the first counts
+        if "rope_theta" in (table := config.table(key)):
+            return table["rope_theta"] is not None
+    return "rope_theta" not in config.nulls
+
+
+def _delta(config: ConfigReader, layers: frozenset[int]) -> DeltaSpec:
+    """The layers with Gated DeltaNet."""
+    heads = config.integer("num_attention_heads", maximum=MOST_HEADS)
+    key_heads = config.integer("linear_num_key_heads", heads, maximum=MOST_HEADS)
+    num_heads = config.integer("linear_num_value_heads", heads, maximum=MOST_HEADS)
+    if num_heads % key_heads:
+        raise config.error(
+            "linear_num_value_heads", f"a multiple of linear_num_key_heads ({key_heads})", num_heads
+        )
+    by_default = max(3 * config.integer("hidden_size") // (4 * key_heads), 1)
+    key_dim = config.integer("linear_key_head_dim", by_default, maximum=MOST_HEADS)
+    return DeltaSpec(
+        num_key_heads=key_heads,
+        num_heads=num_heads,
+        key_dim=key_dim,
+        value_dim=config.integer("linear_value_head_dim", 2 * key_dim, maximum=MOST_HEADS),
+        conv_width=config.integer("linear_conv_kernel_dim", 4, minimum=2, maximum=MOST_HEADS),
+        layers=layers,
+        rate_scale=2.0 if config.flag("linear_allow_neg_eigval", True) else 1.0,
+        norm_eps=_DELTA_NORM_EPS,
+    )
 
 
 def _olmo_fields(config: ConfigReader) -> dict[str, Any]:

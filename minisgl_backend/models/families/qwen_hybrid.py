@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any
 
 from minisgl_backend.experts_spec import ExpertsSpec, SharedExpert
 from minisgl_backend.models.common_fields import common_fields
 from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.families.fields import (
+    HYBRID_KINDS,
     attention_biases,
     read_routing,
     read_state_dtype,
@@ -18,8 +19,6 @@ from minisgl_backend.models.families.fields import (
 )
 from minisgl_backend.models.spec import MOST_HEADS, MOST_WIDTH, DeltaSpec, ModelSpec, MoeSpec
 from minisgl_backend.models.tensor_names import MULTIMODAL, TensorNames
-
-_HYBRID_KINDS: Final = ("linear_attention", "full_attention")
 
 
 def read_qwen3_next(config: ConfigReader) -> ModelSpec:
@@ -92,7 +91,7 @@ def _hybrid_fields(config: ConfigReader) -> tuple[dict[str, Any], DeltaSpec]:
     fields = common_fields(config, partial=True)
     num_layers = fields["num_layers"]
     every = config.integer("full_attention_interval", 4)
-    kinds = config.layer_kinds(_HYBRID_KINDS, num_layers) or [
+    kinds = config.layer_kinds(HYBRID_KINDS, num_layers) or [
         "full_attention" if (layer + 1) % every == 0 else "linear_attention"
         for layer in range(num_layers)
     ]

@@ -272,7 +272,9 @@ def test_padding_changes_nothing(
         assert hidden.isfinite().all()
 
 
-@pytest.mark.parametrize("case", ["qwen3", "qwen3.5", "nemotron-h", "falcon-h1", "lfm2"])
+@pytest.mark.parametrize(
+    "case", ["qwen3", "qwen3.5", "nemotron-h", "falcon-h1", "lfm2", "kimi-linear"]
+)
 @pytest.mark.usefixtures("nan_where_unwritten")
 @torch.inference_mode()
 def test_steps_of_one_kind(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

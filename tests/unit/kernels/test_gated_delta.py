@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers.models.kimi_linear import modeling_kimi_linear as kimi
 from transformers.models.qwen3_5 import modeling_qwen3_5 as theirs
 
 from minisgl_backend.kernels.causal_conv import causal_conv, causal_conv_step_reference
@@ -44,6 +45,32 @@ def test_the_rule_is_that_of_transformers(num_tokens: int) -> None:
     found, last = delta_rule(q, k, v, g, beta, state)
     torch.testing.assert_close(found, expected[0], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(last, behind[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 63, 65, 130])
+@pytest.mark.parametrize("strength", [0.1, 30.0])
+def test_decays_by_dimension_are_those_of_transformers(num_tokens: int, strength: float) -> None:
+    """Even where a dimension loses all within a few tokens."""
+    draw = torch.Generator().manual_seed(num_tokens)
+    q, k, v = torch.randn(3, num_tokens, HEADS, KEY_DIM, generator=draw)
+    g = -torch.rand(num_tokens, HEADS, KEY_DIM, generator=draw) * strength
+    beta = torch.rand(num_tokens, HEADS, generator=draw)
+    state = torch.randn(HEADS, KEY_DIM, KEY_DIM, generator=draw)
+    expected, behind = kimi.recurrent_kimi_delta_attention(
+        *(each[None] for each in (q, k, v, g, beta)),
+        initial_state=state[None],
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+    )
+    found, last = delta_rule(q, k, v, g, beta, state)
+    torch.testing.assert_close(found, expected[0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(last, behind[0], rtol=1e-4, atol=1e-5)
+    states = state[None].clone()
+    for token in range(num_tokens):
+        one = slice(token, token + 1)
+        slots = torch.tensor([0])
+        stepped = delta_rule_step(q[one], k[one], v[one], g[one], beta[one], states, slots)
+        torch.testing.assert_close(stepped, expected[0, one], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("cut", [1, 16, 64, 99])

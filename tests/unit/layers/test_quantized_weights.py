@@ -35,6 +35,7 @@ from minisgl_backend.models.catalog import load_spec, parse_spec
 from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.decoder import Decoder
 from minisgl_backend.models.gated_delta_net import GatedDeltaNet
+from minisgl_backend.models.kimi_delta import KimiDeltaAttention
 from minisgl_backend.models.mamba import MambaMixer
 from minisgl_backend.models.quantization import read_quantization
 from minisgl_backend.models.spec import ModelSpec
@@ -761,9 +762,10 @@ def test_all_inputs_of_mamba_are_converted(case: str, tmp_path: Path) -> None:
     assert mixers and all(isinstance(mixer.in_proj.matrix, QuantizedMatrix) for mixer in mixers)
 
 
-@pytest.mark.parametrize("case", ["qwen2-moe", "qwen3.5", "qwen3-next"])
+@pytest.mark.parametrize("case", ["qwen2-moe", "qwen3.5", "qwen3-next", "kimi-linear"])
 def test_what_stays_plain_anyway_is_not_converted(case: str, tmp_path: Path) -> None:
-    """Gates of shared experts, and rates of Gated DeltaNet."""
+    """Gates of shared experts, rates of Gated DeltaNet, and what Kimi Delta Attention has besides
+    queries, keys and values."""
     write_checkpoint(case, tmp_path)
     spec = load_spec(tmp_path)
 
@@ -782,6 +784,16 @@ def test_what_stays_plain_anyway_is_not_converted(case: str, tmp_path: Path) -> 
                 linear = module.in_proj if module.rates_proj is None else module.rates_proj
                 assert isinstance(linear.matrix, DenseMatrix)
                 found.append(linear.matrix.weight[-2 * module.local.num_heads :])
+            elif isinstance(module, KimiDeltaAttention):
+                rates = module.in_proj if module.rates_proj is None else module.rates_proj
+                count = module.local.num_heads + 2 * module.local.key_dim
+                for linear, rows in (
+                    (rates, count),
+                    (module.f_b_proj, module.local.key_size),
+                    (module.g_b_proj, module.local.value_size),
+                ):
+                    assert isinstance(linear.matrix, DenseMatrix)
+                    found.append(linear.matrix.weight[-rows:])
             elif isinstance(module, ExpertsMLP) and module.shared_gate is not None:
                 found.append(module.shared_gate)
         return found

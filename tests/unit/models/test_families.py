@@ -17,6 +17,7 @@ from minisgl_backend.models.catalog import ARCHITECTURES, parse_spec
 from minisgl_backend.models.spec import (
     ConvSpec,
     DeltaSpec,
+    KimiDeltaSpec,
     LatentSpec,
     LayerInputs,
     MambaSpec,
@@ -64,6 +65,7 @@ from tests.unit.models.config_jsons import (
     INTERNVL_3_5_8B,
     IQUEST_CODER_40B,
     K_EXAONE,
+    KIMI_LINEAR_48B_A3B,
     LFM2_1_2B,
     LFM2_8B_A1B,
     LFM3_1_7B,
@@ -83,6 +85,7 @@ from tests.unit.models.config_jsons import (
     NEMOTRON_NANO_9B_V2,
     OLMO_2_7B,
     OLMO_3_7B,
+    OLMO_HYBRID_7B,
     OLMOE_1B_7B,
     PHI_4_MINI,
     PIXTRAL_12B,
@@ -416,6 +419,73 @@ def test_windows_of_olmo_3_rotate_without_stretching() -> None:
     assert parse_spec(values) == spec
     with pytest.raises(ConfigError, match="layer_types must be 32 of"):
         parse_spec({**OLMO_3_7B, "layer_types": ["full_attention"]})
+
+
+def test_layers_of_olmo_hybrid() -> None:
+    spec = parse_spec(OLMO_HYBRID_7B)
+    delta = spec.recurrent
+    assert isinstance(delta, DeltaSpec) and len(delta.layers) == 24
+    assert delta.matrices == (30, 96, 192) and (delta.rate_scale, delta.norm_eps) == (2.0, 1e-5)
+    assert [spec.norms_of(layer) for layer in range(4)] == [*["before"] * 3, "after"]
+    assert (spec.norm_eps, spec.qk_norm, spec.context) == (1e-6, "token", 65536)
+    assert spec.ropes == (None,) * 32 and 7.3 < spec.num_parameters / 1e9 < 7.5
+    left_out = {key for key in OLMO_HYBRID_7B if key.startswith("linear_")}
+    left_out |= {"layer_types", "num_key_value_heads", "max_position_embeddings"}
+    assert parse_spec({k: v for k, v in OLMO_HYBRID_7B.items() if k not in left_out}) == spec
+    assert parse_spec({**OLMO_HYBRID_7B, "rope_parameters": {}, "rope_theta": None}) == spec
+
+    rotating = parse_spec({**OLMO_HYBRID_7B, "rope_parameters": None, "rope_theta": 5e5})
+    assert not rotating.ropes and rotating.rope.theta == 5e5
+    gentle = parse_spec({**OLMO_HYBRID_7B, "linear_allow_neg_eigval": False})
+    assert isinstance(gentle.recurrent, DeltaSpec) and gentle.recurrent.rate_scale == 1.0
+    with pytest.raises(ConfigError, match="layer_types must be linear_attention for some layers"):
+        parse_spec({**OLMO_HYBRID_7B, "layer_types": ["full_attention"] * 32})
+    with pytest.raises(ConfigError, match="linear_num_value_heads must be a multiple of"):
+        parse_spec({**OLMO_HYBRID_7B, "linear_num_value_heads": 20})
+
+
+def test_layers_of_kimi_linear() -> None:
+    spec = parse_spec(KIMI_LINEAR_48B_A3B)
+    delta = spec.recurrent
+    assert isinstance(delta, KimiDeltaSpec) and len(delta.layers) == 20
+    assert (delta.matrices, delta.conv_width, delta.updates) == ((32, 128, 128), 4, (0, 0, 0, 0))
+    assert spec.attention_layers == (3, 7, 11, 15, 19, 23, 26) and spec.ropes == (None,) * 27
+    assert spec.latent == LatentSpec(latent_dim=512, rope_dim=64, nope_dim=128, value_dim=128)
+    assert spec.attention_scale == 192**-0.5 and spec.context == 2**20 and spec.norm_eps == 1e-5
+    assert spec.moe is not None and spec.moe.layers == frozenset(range(1, 27))
+    routing = spec.moe.experts.routing
+    assert (routing.num_experts, routing.top_k, routing.scale) == (256, 8, 2.446)
+    assert routing.sigmoid and routing.corrected and routing.normalize
+    assert 48 < spec.num_parameters / 1e9 < 49.2
+    assert delta.of_rank(4).matrices == (8, 128, 128)
+
+    kinds = [
+        "full_attention" if n in spec.attention_layers else "linear_attention" for n in range(27)
+    ]
+    left_out = {"linear_attn_config", "first_k_dense_replace", "model_max_length", "num_experts"}
+    left_out |= {"kv_lora_rank", "num_experts_per_token", "q_lora_rank", "routed_scaling_factor"}
+    short = {k: v for k, v in KIMI_LINEAR_48B_A3B.items() if k not in left_out}
+    assert parse_spec({**short, "layer_types": kinds}) == spec
+    by_default = parse_spec(short)
+    assert by_default.attention_layers == (4, 8, 12, 16, 20, 24)
+    dense = parse_spec({**KIMI_LINEAR_48B_A3B, "mlp_layer_types": ["dense"] * 27})
+    assert dense.moe is None
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"mla_use_nope": False}, "mla_use_nope False is not supported, only True"),
+        ({"moe_router_activation_func": "softmax"}, "moe_router_activation_func 'softmax' is not"),
+        ({"rope_scaling": {"type": "yarn"}}, "rope_scaling {'type': 'yarn'} is not supported"),
+        ({"attention_bias": True}, "attention_bias True is not supported"),
+        ({"num_hidden_layers": 28}, "kda_layers must be the layers from 1 to 28 that are not in"),
+        ({"linear_attn_config": {"num_heads": 0}}, "linear_attn_config: num_heads must be"),
+    ],
+)
+def test_what_kimi_linear_must_not_say(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        parse_spec({**KIMI_LINEAR_48B_A3B, **given})
 
 
 def test_layers_of_smollm_3_without_rotation() -> None:
@@ -1570,6 +1640,8 @@ def test_every_architecture_is_tested() -> None:
             COMMAND_R7B,
             GEMMA_7B,
             GEMMA_2_9B,
+            OLMO_HYBRID_7B,
+            KIMI_LINEAR_48B_A3B,
         ),
     )
     found = {parse_spec(config).architecture for config in configs}

@@ -1,0 +1,125 @@
+"""Token mixing by a recurrent state: Kimi Delta Attention (Kimi Linear, arXiv 2510.26692).
+
+It is Gated DeltaNet in which each dimension of a key has a decay of its own. The state of a row is
+a convolution's last inputs and a matrix per head (``DeltaStates``). Knows the names of the
+checkpoint and how heads are split over ranks. Must not know which slot is whose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+
+from torch import Tensor
+
+from minisgl_backend.kernels.gated_delta import DeltaInputs, DeltaWeights
+from minisgl_backend.layers.linear import MergedColumnLinear, RowLinear
+from minisgl_backend.layers.norm import Normed
+from minisgl_backend.layers.quantized_matrix import Matrices
+from minisgl_backend.layers.weight_place import (
+    Place,
+    Share,
+    WeightPlace,
+    collect_places,
+    empty_parameter,
+    even_share,
+    whole,
+)
+from minisgl_backend.models.gated_delta_net import DeltaMixer
+from minisgl_backend.models.spec import KimiDeltaSpec, ModelSpec
+from minisgl_backend.parallel.group import Group
+
+
+class KimiDeltaAttention(DeltaMixer):
+    """The layer (``TokenMixer``), with this rank's heads.
+
+    One projection gives queries, keys and values, another one the rates and two narrow vectors,
+    which every rank computes in full: of the first are made the decays (``f_b_proj``), of the
+    second the gates of the output (``g_b_proj``). Both are one GEMM, unless the first stays
+    quantized; all others are too small for that.
+    """
+
+    def __init__(self, spec: ModelSpec, layer: int, group: Group, matrices: Matrices):
+        super().__init__()
+        shape = spec.recurrent
+        assert isinstance(shape, KimiDeltaSpec)
+        self.local = shape.of_rank(group.size)
+        self._heads = heads = even_share(
+            shape.num_heads, group, "the heads of Kimi Delta Attention"
+        )
+        dim = shape.key_dim
+        self._sizes = sizes = Share(heads.total * dim, heads.start * dim, heads.size * dim)
+        name = f"model.layers.{layer}.self_attn"
+        inputs = {f"{part}_proj": sizes for part in "qkv"}
+        narrow = Share(dim, 0, dim)
+        rates = {"f_a_proj": narrow, "g_a_proj": narrow, "b_proj": heads}
+        is_plain = not any(matrices.stays_quantized(f"{name}.{part}") for part in inputs)
+        plain = replace(matrices, keep_quantized=False)
+        make = partial(MergedColumnLinear, name, bias=False)
+        of_hidden = partial(make, spec.hidden_size, padded=True)
+        self.rates_proj: MergedColumnLinear | None = None
+        if is_plain:
+            self.in_proj = of_hidden(inputs | rates, matrices=plain)
+        else:
+            self.in_proj = of_hidden(inputs, matrices=matrices)
+            self.rates_proj = of_hidden(rates, matrices=plain)
+        self.f_b_proj = make(dim, {"f_b_proj": sizes}, matrices=plain)
+        self.g_b_proj = make(dim, {"g_b_proj": sizes}, matrices=plain)
+        self.out_proj = RowLinear(
+            f"{name}.o_proj",
+            sizes.total,
+            spec.hidden_size,
+            bias=False,
+            group=group,
+            matrices=matrices,
+        )
+        self.conv = empty_parameter(self.local.num_channels, shape.conv_width)
+        self.log_decay = empty_parameter(heads.size)
+        self.decay_bias = empty_parameter(heads.size, dim)
+        self.norm_weight = empty_parameter(dim)
+        self.eps = spec.norm_eps
+
+    def _inputs(self, x: Normed, pdl: bool) -> DeltaInputs:
+        shape, channels = self.local, self.local.num_channels
+        if self.rates_proj is None:
+            projected = self.in_proj(x, pdl=pdl)
+            rates = projected[:, channels:]
+        else:
+            x = self._completed(x, pdl=pdl)
+            projected, rates = self.in_proj(x, pdl=pdl), self.rates_proj(x, pdl=pdl)
+        heads, dim = shape.num_heads, shape.key_dim
+        of_decays, of_gates = (Normed(rates[:, at : at + dim].contiguous()) for at in (0, dim))
+        b = rates[:, 2 * dim : 2 * dim + heads]
+        a: Tensor = self.f_b_proj(of_decays, pdl=pdl)
+        z: Tensor = self.g_b_proj(of_gates, pdl=pdl)
+        by_head = len(b), heads, dim
+        return DeltaInputs(projected[:, :channels], z.view(by_head), a.view(by_head), b)
+
+    @property
+    def _weights(self) -> DeltaWeights:
+        return DeltaWeights(
+            self.local.num_key_heads,
+            self.conv,
+            self.log_decay,
+            self.decay_bias,
+            self.norm_weight,
+            self.eps,
+            sigmoid_gates=True,
+        )
+
+    def places(self) -> Iterator[tuple[str, Place]]:
+        # [0, num_channels) of the convolution: this rank's queries, keys and values
+        size = self._sizes
+        shape = (size.total, 1, self.conv.shape[1])
+        for part, weight in zip("qkv", self.conv.data.unsqueeze(1).chunk(3), strict=True):
+            yield f"{part}_conv1d.weight", WeightPlace(weight, shape, 0, size.start)
+        heads = self._heads
+        rates = self.log_decay.data.view(1, 1, -1, 1)
+        yield "A_log", WeightPlace(rates, (1, 1, heads.total, 1), 2, heads.start)
+        yield "dt_bias", WeightPlace(self.decay_bias.data.view(-1), (size.total,), 0, size.start)
+        yield "o_norm.weight", whole(self.norm_weight)
+        for module in (self.in_proj, self.rates_proj, self.f_b_proj, self.g_b_proj):
+            for own, place in () if module is None else module.places():
+                yield own.removeprefix("../"), place
+        yield from collect_places(self.out_proj, "o_proj").items()

@@ -1,7 +1,7 @@
 """The gates of feed-forward blocks, as config.json describes them: plain facts, without tensors.
 
-A block has gates and ups; its down projection reads gate(gates) * ups. Blocks without gates, as
-Nemotron's, read the square of ReLU of their ups.
+A block has gates and ups; its down projection reads gate(gates) * ups. Blocks without gates have an
+activation instead, and read activation(ups).
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ from typing import Literal, TypeAlias
 
 Gate: TypeAlias = Literal["silu", "gelu"]
 """SiLU, as in Llama, or GELU approximated by tanh, as in Gemma."""
+
+Activation: TypeAlias = Literal["relu2", "xielu"]
+"""The square of ReLU, as in Nemotron, or xIELU, whose numbers are learned, as in Apertus."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """The gates of feed-forward blocks (arXiv 2002.05202), Llama's silu(gate) * up and Gemma's with the
-tanh approximation of GELU (arXiv 1606.08415); the square of ReLU (arXiv 2109.08668) of blocks
-without gates; the gate of attention's output (arXiv 2505.06708); and Gemma's bound of logits (arXiv
-2408.00118).
+tanh approximation of GELU (arXiv 1606.08415); what blocks without gates have instead, the square of
+ReLU (arXiv 2109.08668) and xIELU (arXiv 2411.13010); the gate of attention's output (arXiv
+2505.06708); and Gemma's bound of logits (arXiv 2408.00118).
 """
 
 from __future__ import annotations
@@ -61,6 +61,31 @@ def squared_relu(x: Tensor, *, pdl: bool = False) -> Tensor:
 def squared_relu_reference(x: Tensor) -> Tensor:
     """The twin of ``squared_relu``; float64 stays float64."""
     return at_least_float32(x).relu().square().to(x.dtype)
+
+
+def xielu(x: Tensor, numbers: Tensor, *, pdl: bool = False) -> Tensor:
+    """xIELU in float32, rounded once, for a contiguous ``x`` [num_tokens, size].
+
+    ``numbers`` [4], of the same type, are p, n, beta and eps. With a = softplus(p) and b = beta +
+    softplus(n), the result is a x^2 + beta x where x is above 0, and elsewhere b (exp(min(x, eps))
+    - 1 - x) + beta x.
+    """
+    if not use_triton(x):
+        return xielu_reference(x, numbers)
+    from minisgl_backend.kernels.triton_kernels.layer_kernels import launch_xielu
+
+    out = torch.empty_like(x)
+    launch_xielu(out, x, numbers, pdl=pdl)
+    return out
+
+
+def xielu_reference(x: Tensor, numbers: Tensor) -> Tensor:
+    """The twin of ``xielu``; float64 stays float64."""
+    wide = at_least_float32(x)
+    p, n, beta, eps = at_least_float32(numbers).unbind()
+    below = (torch.minimum(wide, eps).expm1() - wide) * (beta + F.softplus(n))
+    curve = torch.where(wide > 0, F.softplus(p) * wide.square(), below)
+    return (curve + beta * wide).to(x.dtype)
 
 
 def sigmoid_mul(x: Tensor, gate: Tensor, *, pdl: bool = False) -> Tensor:

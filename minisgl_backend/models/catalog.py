@@ -19,6 +19,7 @@ from minisgl_backend.errors import ConfigError
 from minisgl_backend.models.checkpoint import head_and_embedding, is_headless
 from minisgl_backend.models.config_json import ConfigReader, read_json
 from minisgl_backend.models.families.afmoe import read_afmoe
+from minisgl_backend.models.families.apertus import read_apertus
 from minisgl_backend.models.families.bamba import read_bamba
 from minisgl_backend.models.families.cohere import read_cohere, read_cohere2
 from minisgl_backend.models.families.deepseek import (
@@ -310,6 +311,7 @@ ARCHITECTURES: Final[Mapping[str, Callable[[ConfigReader], ModelSpec]]] = Mappin
         "NemotronHForCausalLM": read_nemotron_h,
         "BambaForCausalLM": read_bamba,
         "FalconH1ForCausalLM": read_falcon_h1,
+        "ApertusForCausalLM": read_apertus,
         "ArceeForCausalLM": read_arcee,
         "CohereForCausalLM": read_cohere,
         "Cohere2ForCausalLM": read_cohere2,

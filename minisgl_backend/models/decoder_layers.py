@@ -241,7 +241,14 @@ def _plain_mlp(
 ) -> GatedMLP | UngatedMLP:
     name, sizes = f"model.layers.{layer}.mlp", (spec.hidden_size, spec.intermediate_size)
     if spec.gate is None:
-        return UngatedMLP(name, *sizes, bias=spec.mlp_bias, group=group, matrices=matrices)
+        return UngatedMLP(
+            name,
+            *sizes,
+            bias=spec.mlp_bias,
+            group=group,
+            matrices=matrices,
+            activation=spec.activation,
+        )
     return GatedMLP(
         name, *sizes, bias=spec.mlp_bias, group=group, matrices=matrices, gate=spec.gate
     )

@@ -13,7 +13,7 @@ from typing import Final, Literal, TypeAlias
 from minisgl_backend.attention.base import AttentionShape, ExpandedHeads, KVHeads
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.experts_spec import ExpertsSpec
-from minisgl_backend.gates import Gate
+from minisgl_backend.gates import Activation, Gate
 from minisgl_backend.models.tensor_names import TensorNames
 from minisgl_backend.weight_format import WeightFormats
 
@@ -373,7 +373,7 @@ class ModelSpec:
     LayerNorms without biases; only with ``parallel_parts``, by which both parts of a layer read the
     same norm of its input, and both are added to it; then ``norms`` are those of inputs, and each
     layer has attention. ``gate``: that of feed-forward blocks other than experts; None: they have
-    no gates, but the square of ReLU. ``attention_scale`` multiplies the scores, by default head_dim
+    no gates, but an ``activation``. ``attention_scale`` multiplies the scores, by default head_dim
     to the power of -1/2; ``score_cap`` then bounds them as ``logit_cap`` bounds logits.
     ``embedding_scale`` multiplies the embeddings, ``branch_scale`` what each part of a layer adds
     to the residual stream, and ``logit_scale`` the logits. ``gated_attention``: attention's output
@@ -422,6 +422,7 @@ class ModelSpec:
     centered_norms: bool = False
     parallel_parts: bool = False
     gate: Gate | None = "silu"
+    activation: Activation = "relu2"
     ropes: tuple[RopeSpec | None, ...] = ()
     attention_scale: float | None = None
     score_cap: float = 0.0

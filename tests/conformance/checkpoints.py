@@ -938,6 +938,16 @@ def _gemma2(**changes: Any) -> PreTrainedModel:
     return cast(PreTrainedModel, _newer("Gemma2ForCausalLM")(config))
 
 
+def _apertus(**changes: Any) -> PreTrainedModel:
+    """Not even the numbers that training leaves alone are the same in all layers."""
+    values = {**_SHAPE, "rope_parameters": dict(_LLAMA3), **changes}
+    model: Any = _newer("ApertusForCausalLM")(_newer("ApertusConfig")(**values))
+    for index, layer in enumerate(model.model.layers):
+        layer.mlp.act_fn.beta.fill_(0.5 - 0.2 * index)
+        layer.mlp.act_fn.eps.fill_(-1e-6 - 0.1 * index)
+    return cast(PreTrainedModel, model)
+
+
 _SHORT_CONVS: Final = MappingProxyType(
     {
         "num_hidden_layers": 4,
@@ -1401,6 +1411,10 @@ CASES: Final[Mapping[str, Callable[[], PreTrainedModel]]] = MappingProxyType(
             conv_bias=True,
             conv_L_cache=3,
             tie_word_embeddings=False,
+        ),
+        "apertus": _apertus,
+        "apertus-biases": lambda: _apertus(
+            attention_bias=True, num_key_value_heads=4, tie_word_embeddings=True
         ),
     }
 )

@@ -75,6 +75,7 @@ PAGE_SIZE = 16
         "nemotron-h-experts",
         "nemotron-h-latent",
         "arcee-biases",
+        "apertus",
         "cohere-biases",
         "cohere2",
         "gemma2",

@@ -118,6 +118,7 @@ OTHERS = [
     "mistral4",
     "youtu",
     "arcee-biases",
+    "apertus",
     "cohere-biases",
     "cohere2",
     "gemma2",

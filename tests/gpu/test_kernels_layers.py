@@ -105,6 +105,15 @@ def test_squared_relu(device: torch.device, dtype: torch.dtype, size: int) -> No
     assert_close(activation.squared_relu(x), activation.squared_relu_reference(x))
 
 
+@pytest.mark.parametrize("size", [48, 3072])
+def test_xielu(device: torch.device, dtype: torch.dtype, size: int) -> None:
+    """Among the inputs are small ones, which the exponential may not lose."""
+    scales = torch.logspace(-6, 1, 7, device=device)[:, None]
+    x = (scales * torch.randn(7, size, device=device)).to(dtype)
+    numbers = torch.tensor([0.3, -0.4, 0.5, -1e-6], device=device).to(dtype)
+    assert_close(activation.xielu(x, numbers), activation.xielu_reference(x, numbers))
+
+
 @pytest.mark.parametrize("size", [48, 5000])
 def test_soft_cap(device: torch.device, dtype: torch.dtype, size: int) -> None:
     """Rows are parts of wider ones, which stay what they are beyond them."""

@@ -269,6 +269,45 @@ def launch_squared_relu(out: Tensor, x: Tensor, *, pdl: bool) -> None:
 
 
 @triton.jit
+def _softplus(x):
+    return tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x)))
+
+
+@triton.jit
+def _expm1_below_0(x):
+    """exp(x) - 1 for x up to 0, near 0 by its series, which loses no digits there."""
+    near = x * (1 + x / 2 * (1 + x / 3 * (1 + x / 4 * (1 + x / 5 * (1 + x / 6 * (1 + x / 7))))))
+    return tl.where(x > -0.5, near, tl.exp(x) - 1.0)
+
+
+@triton.jit(do_not_specialize=["size"])
+def _xielu(out_ptr, x_ptr, numbers_ptr, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    above = _softplus(tl.load(numbers_ptr).to(tl.float32))
+    below = _softplus(tl.load(numbers_ptr + 1).to(tl.float32))
+    beta = tl.load(numbers_ptr + 2).to(tl.float32)
+    eps = tl.load(numbers_ptr + 3).to(tl.float32)
+    if PDL:
+        allow_next()
+        wait_previous()
+    x = tl.load(x_ptr + i, mask=i < size, other=0.0).to(tl.float32)
+    curve = (_expm1_below_0(tl.minimum(x, eps)) - x) * (beta + below)
+    y = tl.where(x > 0, above * x * x, curve) + beta * x
+    tl.store(out_ptr + i, y.to(out_ptr.dtype.element_ty), mask=i < size)
+
+
+def launch_xielu(out: Tensor, x: Tensor, numbers: Tensor, *, pdl: bool) -> None:
+    """See ``minisgl_backend.kernels.activation.xielu``."""
+    size = x.numel()
+    if size == 0:
+        return
+    assert x.is_contiguous() and out.is_contiguous() and numbers.is_contiguous()
+    block = 1024
+    grid = (triton.cdiv(size, block),)
+    _xielu[grid](out, x, numbers, size, BLOCK=block, PDL=pdl, num_warps=4, **launch_options(pdl))
+
+
+@triton.jit
 def _soft_cap(x_ptr, x_stride, size, cap, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -150,6 +150,19 @@ def test_soft_cap() -> None:
     torch.testing.assert_close(x, expected)
 
 
+def test_xielu() -> None:
+    """Between ``eps`` and 0 the exponential is that of ``eps``."""
+    p, n, beta, eps = numbers = [0.3, -0.4, 0.25, -0.125]
+    x = [-8.0, -0.5, -0.0625, 0.0, 0.5, 3.0]
+    above, below = math.log1p(math.exp(p)), beta + math.log1p(math.exp(n))
+    expected = [
+        above * y**2 + beta * y if y > 0 else below * (math.expm1(min(y, eps)) - y) + beta * y
+        for y in x
+    ]
+    out = activation.xielu(torch.tensor([x]), torch.tensor(numbers))
+    torch.testing.assert_close(out, torch.tensor([expected]))
+
+
 def test_sigmoid_mul() -> None:
     x, gate = torch.randn(3, 2, 4), torch.randn(3, 2, 4)
     out = activation.sigmoid_mul(x, gate)

@@ -26,6 +26,7 @@ from minisgl_backend.models.spec import (
 from minisgl_bench.dummy_model import SHAPES
 from tests.unit.models.config_jsons import (
     AFM_4_5B,
+    APERTUS_8B,
     AYA_VISION_32B,
     BAMBA_9B,
     COMMAND_R7B,
@@ -1406,6 +1407,17 @@ def test_the_square_of_relu_and_gates_of_gelu() -> None:
         parse_spec({**GEMMA_7B, "hidden_activation": "relu"})
 
 
+def test_learned_activations() -> None:
+    spec = parse_spec(APERTUS_8B)
+    assert spec.gate is None and (spec.activation, spec.qk_norm) == ("xielu", "head")
+    assert (spec.rope.scaling, spec.rope.theta, spec.context) == ("llama3", 12e6, 65536)
+    assert 8.0 < spec.num_parameters / 1e9 < 8.1
+    bare = {key: value for key, value in APERTUS_8B.items() if "rope" not in key}
+    assert parse_spec(bare).rope == spec.rope
+    with pytest.raises(ConfigError, match="post_norm True is not supported, only False"):
+        parse_spec({**APERTUS_8B, "post_norm": True})
+
+
 def test_bounded_scores() -> None:
     spec = parse_spec(GEMMA_2_9B)
     assert (spec.score_cap, spec.logit_cap, spec.attention_scale) == (50.0, 30.0, 1 / 16)
@@ -1566,6 +1578,7 @@ def test_every_architecture_is_tested() -> None:
             LFM2_8B_A1B,
             LFM3_1_7B,
             AFM_4_5B,
+            APERTUS_8B,
             COMMAND_R_08_2024,
             COMMAND_R7B,
             GEMMA_7B,

@@ -21,7 +21,7 @@ from minisgl_backend.models.config_json import ConfigReader, read_json
 from minisgl_backend.models.families.afmoe import read_afmoe
 from minisgl_backend.models.families.apertus import read_apertus
 from minisgl_backend.models.families.bamba import read_bamba
-from minisgl_backend.models.families.cohere import read_cohere, read_cohere2
+from minisgl_backend.models.families.cohere import read_cohere, read_cohere2, read_cohere2_moe
 from minisgl_backend.models.families.deepseek import (
     read_deepseek_v2,
     read_deepseek_v3,
@@ -315,6 +315,7 @@ ARCHITECTURES: Final[Mapping[str, Callable[[ConfigReader], ModelSpec]]] = Mappin
         "ArceeForCausalLM": read_arcee,
         "CohereForCausalLM": read_cohere,
         "Cohere2ForCausalLM": read_cohere2,
+        "Cohere2MoeForCausalLM": read_cohere2_moe,
         "GemmaForCausalLM": read_gemma,
         "Gemma2ForCausalLM": read_gemma2,
         "Lfm2ForCausalLM": read_lfm2,

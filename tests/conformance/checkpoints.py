@@ -919,6 +919,18 @@ def _cohere2(**changes: Any) -> PreTrainedModel:
     return cast(PreTrainedModel, _newer("Cohere2ForCausalLM")(config))
 
 
+def _cohere2_moe(**changes: Any) -> PreTrainedModel:
+    """By default the first layer is dense, and neither it nor the last one has a window."""
+    sizes = {"num_hidden_layers": 4, "head_dim": 32, "sliding_window": 20, "logit_scale": 1.5}
+    experts = {"intermediate_size": 48, "num_experts": 8, "num_experts_per_tok": 3}
+    dense = {"first_k_dense_replace": 1, "prefix_dense_intermediate_size": 96}
+    pattern = {"sliding_window_pattern": 3}
+    config = _newer("Cohere2MoeConfig")(
+        **{**_SHAPE, **sizes, **experts, **dense, **pattern, **changes}
+    )
+    return cast(PreTrainedModel, _newer("Cohere2MoeForCausalLM")(config))
+
+
 def _arcee(**changes: Any) -> PreTrainedModel:
     config = _newer("ArceeConfig")(**{**_SHAPE, "head_dim": 32, **changes})
     return cast(PreTrainedModel, _newer("ArceeForCausalLM")(config))
@@ -1415,6 +1427,37 @@ CASES: Final[Mapping[str, Callable[[], PreTrainedModel]]] = MappingProxyType(
         "apertus": _apertus,
         "apertus-biases": lambda: _apertus(
             attention_bias=True, num_key_value_heads=4, tie_word_embeddings=True
+        ),
+        "cohere2-moe": lambda: _cohere2_moe(
+            expert_selection_fn="sigmoid", num_shared_experts=2, norm_topk_prob=True
+        ),
+        "cohere2-moe-sums": lambda: _cohere2_moe(
+            expert_selection_fn="sigmoid",
+            norm_topk_prob=False,
+            num_shared_experts=1,
+            shared_expert_combination_strategy="sum",
+            rms_norm_eps=1e-5,
+            tie_word_embeddings=False,
+        ),
+        "cohere2-moe-softmax": lambda: _cohere2_moe(
+            attention_bias=True,
+            first_k_dense_replace=2,
+            prefix_dense_sliding_window_pattern=2,
+            num_key_value_heads=4,
+        ),
+        "cohere2-moe-listed": lambda: _cohere2_moe(
+            layer_types=["full_attention", *["sliding_attention"] * 3],
+            mlp_layer_types=["sparse", "dense", "sparse", "dense"],
+            prefix_dense_intermediate_size=None,
+            first_k_dense_replace=0,
+        ),
+        "cohere2-vision-moe": lambda: _seeing(
+            "Cohere2Vision",
+            "cohere2_moe",
+            head_dim=32,
+            sliding_window=20,
+            num_experts=8,
+            num_shared_experts=1,
         ),
     }
 )

@@ -78,6 +78,7 @@ PAGE_SIZE = 16
         "apertus",
         "cohere-biases",
         "cohere2",
+        "cohere2-moe",
         "gemma2",
         "lfm2-biases",
         "lfm2-moe",

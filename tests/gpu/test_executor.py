@@ -121,6 +121,8 @@ OTHERS = [
     "apertus",
     "cohere-biases",
     "cohere2",
+    "cohere2-moe",
+    "cohere2-moe-sums",
     "gemma2",
 ]
 """Cases with parts that no case above has."""

@@ -29,6 +29,7 @@ from tests.unit.models.config_jsons import (
     APERTUS_8B,
     AYA_VISION_32B,
     BAMBA_9B,
+    COMMAND_A_PLUS,
     COMMAND_R7B,
     COMMAND_R_08_2024,
     COMMAND_R_V01,
@@ -1391,6 +1392,36 @@ def test_parts_that_read_the_same_norm() -> None:
     assert parse_spec({**COMMAND_R7B, "layer_types": kinds}).ropes == (None,) * 32
 
 
+def test_experts_of_command() -> None:
+    spec = parse_spec(COMMAND_A_PLUS)
+    assert spec.moe is not None and spec.moe.layers == frozenset(range(1, 8))
+    experts, rule = spec.moe.experts, spec.moe.experts.routing
+    assert (rule.num_experts, rule.top_k, rule.scale) == (128, 8, 0.5)
+    assert rule.sigmoid and rule.normalize and not rule.corrected
+    assert experts.shared is not None and experts.shared.intermediate_size == 2 * 1024
+    assert spec.names.scaled == {".shared_experts.down_proj": 0.5}
+    assert (experts.intermediate_size, spec.intermediate_size) == (1024, 8192)
+    assert spec.windows == (None, 4096, 4096, 4096, None, 4096, 4096, 4096)
+    assert spec.ropes == (*[spec.rope] * 4, None, *[spec.rope] * 3)  # the first is dense
+    assert spec.centered_norms and spec.parallel_parts and spec.head_dim == 128
+
+    spec = parse_spec({**COMMAND_A_PLUS, "shared_expert_combination_strategy": "sum"})
+    assert spec.moe is not None and spec.moe.experts.routing.scale == 1.0 and not spec.names.scaled
+    changed = {"prefix_dense_sliding_window_pattern": 2, "rms_norm_eps": 1e-6}
+    spec = parse_spec({**COMMAND_A_PLUS, **changed, "first_k_dense_replace": 3})
+    assert spec.windows == (4096, None, 4096, 4096, 4096, 4096, None, 4096)
+    assert [rope is None for rope in spec.ropes] == [window is None for window in spec.windows]
+    assert (spec.norm_eps, spec.centered_norms) == (1e-6, False)
+    softmax = parse_spec(
+        {**COMMAND_A_PLUS, "expert_selection_fn": "softmax", "norm_topk_prob": False}
+    )
+    assert softmax.moe is not None and softmax.moe.experts.routing.normalize
+    assert parse_spec({**COMMAND_A_PLUS, "first_k_dense_replace": 8}).moe is None
+    for key, value in (("expert_selection_fn", "relu"), ("first_k_dense_replace", 9)):
+        with pytest.raises(ConfigError, match=key):
+            parse_spec({**COMMAND_A_PLUS, key: value})
+
+
 def test_the_square_of_relu_and_gates_of_gelu() -> None:
     spec = parse_spec(AFM_4_5B)
     assert spec.gate is None and (spec.rope.scaling, spec.context) == ("yarn", 81920)
@@ -1579,6 +1610,7 @@ def test_every_architecture_is_tested() -> None:
             LFM3_1_7B,
             AFM_4_5B,
             APERTUS_8B,
+            COMMAND_A_PLUS,
             COMMAND_R_08_2024,
             COMMAND_R7B,
             GEMMA_7B,

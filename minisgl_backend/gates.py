@@ -12,8 +12,9 @@ from typing import Literal, TypeAlias
 Gate: TypeAlias = Literal["silu", "gelu"]
 """SiLU, as in Llama, or GELU approximated by tanh, as in Gemma."""
 
-Activation: TypeAlias = Literal["relu2", "xielu"]
-"""The square of ReLU, as in Nemotron, or xIELU, whose numbers are learned, as in Apertus."""
+Activation: TypeAlias = Literal["relu2", "gelu", "xielu"]
+"""The square of ReLU, as in Nemotron, GELU approximated by tanh, as in StarCoder 2, or xIELU, whose
+numbers are learned, as in Apertus."""
 
 
 @dataclass(frozen=True, slots=True)

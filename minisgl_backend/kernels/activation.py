@@ -1,7 +1,7 @@
 """The gates of feed-forward blocks (arXiv 2002.05202), Llama's silu(gate) * up and Gemma's with the
-tanh approximation of GELU (arXiv 1606.08415); what blocks without gates have instead, the square of
-ReLU (arXiv 2109.08668) and xIELU (arXiv 2411.13010); the gate of attention's output (arXiv
-2505.06708); and Gemma's bound of logits (arXiv 2408.00118).
+tanh approximation of GELU (arXiv 1606.08415); what blocks without gates have instead, this GELU,
+the square of ReLU (arXiv 2109.08668) and xIELU (arXiv 2411.13010); the gate of attention's output
+(arXiv 2505.06708); and Gemma's bound of logits (arXiv 2408.00118).
 """
 
 from __future__ import annotations
@@ -51,16 +51,33 @@ def squared_relu(x: Tensor, *, pdl: bool = False) -> Tensor:
     """max(x, 0)^2 in float32, rounded once, for a contiguous ``x`` [num_tokens, size]."""
     if not use_triton(x):
         return squared_relu_reference(x)
-    from minisgl_backend.kernels.triton_kernels.layer_kernels import launch_squared_relu
+    from minisgl_backend.kernels.triton_kernels.layer_kernels import launch_activate
 
     out = torch.empty_like(x)
-    launch_squared_relu(out, x, pdl=pdl)
+    launch_activate(out, x, gelu=False, pdl=pdl)
     return out
 
 
 def squared_relu_reference(x: Tensor) -> Tensor:
     """The twin of ``squared_relu``; float64 stays float64."""
     return at_least_float32(x).relu().square().to(x.dtype)
+
+
+def gelu(x: Tensor, *, pdl: bool = False) -> Tensor:
+    """GELU, approximated by tanh, in float32, rounded once, for a contiguous ``x`` [num_tokens,
+    size]."""
+    if not use_triton(x):
+        return gelu_reference(x)
+    from minisgl_backend.kernels.triton_kernels.layer_kernels import launch_activate
+
+    out = torch.empty_like(x)
+    launch_activate(out, x, gelu=True, pdl=pdl)
+    return out
+
+
+def gelu_reference(x: Tensor) -> Tensor:
+    """The twin of ``gelu``; float64 stays float64."""
+    return F.gelu(at_least_float32(x), approximate="tanh").to(x.dtype)
 
 
 def xielu(x: Tensor, numbers: Tensor, *, pdl: bool = False) -> Tensor:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor, nn
 
 from minisgl_backend.gates import Activation, Gate
-from minisgl_backend.kernels.activation import squared_relu, xielu
+from minisgl_backend.kernels.activation import gelu, squared_relu, xielu
 from minisgl_backend.kernels.adapters import AdaptedTokens
 from minisgl_backend.layers.linear import MergedColumnLinear, RowLinear
 from minisgl_backend.layers.norm import Normed, RMSNorm
@@ -127,6 +127,7 @@ class UngatedMLP(nn.Module):
         super().__init__()
         share = even_share(intermediate_size, group, "intermediate_size")
         self.act_fn = Xielu() if activation == "xielu" else None
+        self._activate = gelu if activation == "gelu" else squared_relu
         self.up_proj = MergedColumnLinear(
             name, hidden_size, {"up_proj": share}, bias=bias, matrices=matrices
         )
@@ -166,9 +167,9 @@ class UngatedMLP(nn.Module):
     def _inner(self, x: Normed, pdl: bool, adapted: AdaptedTokens | None) -> Normed:
         """[num_tokens, this rank's share of intermediate_size]"""
         ups = self.up_proj(x, pdl=pdl, adapted=adapted)
-        if self.act_fn is None:
-            return Normed(squared_relu(ups, pdl=pdl))
-        return Normed(xielu(ups, self.act_fn.numbers, pdl=pdl))
+        if self.act_fn is not None:
+            return Normed(xielu(ups, self.act_fn.numbers, pdl=pdl))
+        return Normed(self._activate(ups, pdl=pdl))
 
 
 class Xielu(nn.Module):

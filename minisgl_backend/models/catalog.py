@@ -119,6 +119,7 @@ from minisgl_backend.models.families.qwen_hybrid import (
     read_qwen3_5_multimodal,
     read_qwen3_next,
 )
+from minisgl_backend.models.families.starcoder import read_starcoder2
 from minisgl_backend.models.quantization import modelopt_file, read_quantization
 from minisgl_backend.models.spec import ModelSpec
 
@@ -313,6 +314,7 @@ ARCHITECTURES: Final[Mapping[str, Callable[[ConfigReader], ModelSpec]]] = Mappin
         "FalconH1ForCausalLM": read_falcon_h1,
         "ApertusForCausalLM": read_apertus,
         "ArceeForCausalLM": read_arcee,
+        "Starcoder2ForCausalLM": read_starcoder2,
         "CohereForCausalLM": read_cohere,
         "Cohere2ForCausalLM": read_cohere2,
         "Cohere2MoeForCausalLM": read_cohere2_moe,

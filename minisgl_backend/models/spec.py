@@ -369,21 +369,21 @@ class ModelSpec:
     separately, without weights, in layers that rotate. ``query_growth``: queries grow with their
     position. ``norms``: whether a layer's parts normalize their inputs, or their outputs before
     they are added to the residual stream, or both; ``norm_offset`` is added to the weights of all
-    norms. With ``centered_norms`` norms of the residual stream first subtract the mean: they are
-    LayerNorms without biases; only with ``parallel_parts``, by which both parts of a layer read the
-    same norm of its input, and both are added to it; then ``norms`` are those of inputs, and each
-    layer has attention. ``gate``: that of feed-forward blocks other than experts; None: they have
-    no gates, but an ``activation``. ``attention_scale`` multiplies the scores, by default head_dim
-    to the power of -1/2; ``score_cap`` then bounds them as ``logit_cap`` bounds logits.
-    ``embedding_scale`` multiplies the embeddings, ``branch_scale`` what each part of a layer adds
-    to the residual stream, and ``logit_scale`` the logits. ``gated_attention``: attention's output
-    is multiplied by a gate computed from its input; with ``gates_apart`` by a projection of its
-    own, otherwise by that of the queries. With ``head_gates``, which are apart, the gate of a head
-    is one number. ``sinks``: the softmax of each head has one more score, which is learned.
-    ``recurrent`` describes the layers that mix tokens without attention or, with
-    ``parallel_mixers``, by both: the layer adds what attention and the other make of the same
-    input. With ``single_parts`` each layer is only token mixing, or only a feed-forward block, with
-    one norm; there is one entry per layer.
+    norms. With ``parallel_parts`` both parts of a layer read the same norm of its input, and both
+    are added to it. With ``centered_norms`` norms of the residual stream first subtract the mean:
+    they are LayerNorms, whose biases are ``norm_biases``. With either, ``norms`` are those of
+    inputs, and each layer has attention and a feed-forward block. ``gate``: that of feed-forward
+    blocks other than experts; None: they have no gates, but an ``activation``. ``attention_scale``
+    multiplies the scores, by default head_dim to the power of -1/2; ``score_cap`` then bounds them
+    as ``logit_cap`` bounds logits. ``embedding_scale`` multiplies the embeddings, ``branch_scale``
+    what each part of a layer adds to the residual stream, and ``logit_scale`` the logits.
+    ``gated_attention``: attention's output is multiplied by a gate computed from its input; with
+    ``gates_apart`` by a projection of its own, otherwise by that of the queries. With
+    ``head_gates``, which are apart, the gate of a head is one number. ``sinks``: the softmax of
+    each head has one more score, which is learned. ``recurrent`` describes the layers that mix
+    tokens without attention or, with ``parallel_mixers``, by both: the layer adds what attention
+    and the other make of the same input. With ``single_parts`` each layer is only token mixing, or
+    only a feed-forward block, with one norm; there is one entry per layer.
 
     ``kv_heads`` has one entry per layer, unless all layers have ``num_kv_heads`` heads of size
     ``head_dim``; so has ``intermediate_sizes``, unless all feed-forward blocks have the same width.
@@ -420,6 +420,7 @@ class ModelSpec:
     norms: Literal["before", "after", "around"] = "before"
     norm_offset: float = 0.0
     centered_norms: bool = False
+    norm_biases: bool = False
     parallel_parts: bool = False
     gate: Gate | None = "silu"
     activation: Activation = "relu2"
@@ -452,11 +453,13 @@ class ModelSpec:
     eos_token_ids: frozenset[int] = field(default_factory=frozenset)
 
     def __post_init__(self) -> None:
-        if self.centered_norms and not self.parallel_parts:
+        if self.centered_norms and (self.norms != "before" or self.single_parts):
             raise ConfigError(
-                "norms that subtract the mean are supported only if both parts of a layer read the "
-                "same one"
+                "norms that subtract the mean are supported only of the inputs of layers with "
+                "attention and a feed-forward block"
             )
+        if self.norm_biases and not self.centered_norms:
+            raise ConfigError("norms with biases are supported only if they subtract the mean")
         layers = [
             (self.rope_of(layer), self.kv_heads_of(layer), self.rotary_head_dim(layer))
             for layer in range(self.num_layers)

@@ -931,6 +931,11 @@ def _cohere2_moe(**changes: Any) -> PreTrainedModel:
     return cast(PreTrainedModel, _newer("Cohere2MoeForCausalLM")(config))
 
 
+def _starcoder2(**changes: Any) -> PreTrainedModel:
+    config = _newer("Starcoder2Config")(**{**_SHAPE, "sliding_window": 20, **changes})
+    return cast(PreTrainedModel, _newer("Starcoder2ForCausalLM")(config))
+
+
 def _arcee(**changes: Any) -> PreTrainedModel:
     config = _newer("ArceeConfig")(**{**_SHAPE, "head_dim": 32, **changes})
     return cast(PreTrainedModel, _newer("ArceeForCausalLM")(config))
@@ -1458,6 +1463,13 @@ CASES: Final[Mapping[str, Callable[[], PreTrainedModel]]] = MappingProxyType(
             sliding_window=20,
             num_experts=8,
             num_shared_experts=1,
+        ),
+        "starcoder2": _starcoder2,
+        "starcoder2-without-biases": lambda: _starcoder2(
+            use_bias=False,
+            sliding_window=None,
+            num_key_value_heads=4,
+            tie_word_embeddings=False,
         ),
     }
 )

@@ -79,6 +79,7 @@ PAGE_SIZE = 16
         "cohere-biases",
         "cohere2",
         "cohere2-moe",
+        "starcoder2",
         "gemma2",
         "lfm2-biases",
         "lfm2-moe",

@@ -123,6 +123,7 @@ OTHERS = [
     "cohere2",
     "cohere2-moe",
     "cohere2-moe-sums",
+    "starcoder2",
     "gemma2",
 ]
 """Cases with parts that no case above has."""

@@ -23,6 +23,7 @@ def _rms_norm(
     x_ptr,
     residual_ptr,
     weight_ptr,
+    bias_ptr,
     out_stride,
     x_stride,
     eps,
@@ -30,6 +31,7 @@ def _rms_norm(
     BLOCK: tl.constexpr,
     ADD: tl.constexpr,
     CENTERED: tl.constexpr,
+    BIASED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
@@ -48,6 +50,8 @@ def _rms_norm(
     if CENTERED:
         x = tl.where(mask, x - tl.sum(x, axis=0) / SIZE, 0.0)
     y = _under_norm(x, weight, eps, SIZE)
+    if BIASED:
+        y += tl.load(bias_ptr + i, mask=mask, other=0.0).to(tl.float32)
     tl.store(out_ptr + token * out_stride + i, y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -59,10 +63,11 @@ def launch_rms_norm(
     eps: float,
     *,
     centered: bool,
+    bias: Tensor | None,
     pdl: bool,
 ) -> None:
     """``out`` = norm of ``x``, or of ``residual`` after ``residual += x`` if there is one;
-    ``centered`` as in ``minisgl_backend.kernels.rms_norm``."""
+    ``centered`` and ``bias`` as in ``minisgl_backend.kernels.rms_norm``."""
     num_tokens, size = x.shape
     if num_tokens == 0:
         return
@@ -74,6 +79,7 @@ def launch_rms_norm(
         x,
         residual,
         weight,
+        bias,
         out.stride(0),
         x.stride(0),
         eps,
@@ -81,6 +87,7 @@ def launch_rms_norm(
         BLOCK=block,
         ADD=residual is not None,
         CENTERED=centered,
+        BIASED=bias is not None,
         PDL=pdl,
         num_warps=min(max(block // 512, 1), 8),
         **launch_options(pdl),
@@ -248,24 +255,28 @@ def launch_gated_mul(out: Tensor, gate: Tensor, up: Tensor, *, gelu: bool, pdl: 
 
 
 @triton.jit(do_not_specialize=["size"])
-def _squared_relu(out_ptr, x_ptr, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _activate(out_ptr, x_ptr, size, GELU: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     if PDL:
         allow_next()
         wait_previous()
-    x = tl.maximum(tl.load(x_ptr + i, mask=i < size, other=0.0).to(tl.float32), 0.0)
-    tl.store(out_ptr + i, (x * x).to(out_ptr.dtype.element_ty), mask=i < size)
+    x = tl.load(x_ptr + i, mask=i < size, other=0.0).to(tl.float32)
+    positive = tl.maximum(x, 0.0)
+    y = opened(x, 1.0, True) if GELU else positive * positive
+    tl.store(out_ptr + i, y.to(out_ptr.dtype.element_ty), mask=i < size)
 
 
-def launch_squared_relu(out: Tensor, x: Tensor, *, pdl: bool) -> None:
-    """See ``minisgl_backend.kernels.activation.squared_relu``."""
+def launch_activate(out: Tensor, x: Tensor, *, gelu: bool, pdl: bool) -> None:
+    """See ``minisgl_backend.kernels.activation``: ``squared_relu`` or, if ``gelu``, ``gelu``."""
     size = x.numel()
     if size == 0:
         return
     assert x.is_contiguous() and out.is_contiguous()
     block = 1024
     grid = (triton.cdiv(size, block),)
-    _squared_relu[grid](out, x, size, BLOCK=block, PDL=pdl, num_warps=4, **launch_options(pdl))
+    _activate[grid](
+        out, x, size, GELU=gelu, BLOCK=block, PDL=pdl, num_warps=4, **launch_options(pdl)
+    )
 
 
 @triton.jit

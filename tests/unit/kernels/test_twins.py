@@ -54,6 +54,13 @@ def test_rms_norm_is_torchs() -> None:
     torch.testing.assert_close(
         rms_norm.rms_norm(x, weight, 1e-5, centered=True), F.layer_norm(x, (40,), weight, eps=1e-5)
     )
+    bias, residual = torch.randn(2, 40)
+    torch.testing.assert_close(
+        rms_norm.fused_add_rms_norm(
+            x, residual.repeat(3, 1), weight, 1e-5, centered=True, bias=bias
+        ),
+        F.layer_norm(x + residual, (40,), weight, bias, 1e-5),
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -148,6 +155,12 @@ def test_soft_cap() -> None:
     expected = torch.tensor([[30 * math.tanh(value / 30) for value in x[0].tolist()]])
     activation.soft_cap(x, 30.0)
     torch.testing.assert_close(x, expected)
+
+
+def test_gelu() -> None:
+    x = torch.randn(3, 5)
+    inner = math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)
+    torch.testing.assert_close(activation.gelu(x), x / 2 * (1 + inner.tanh()))
 
 
 def test_xielu() -> None:

@@ -1853,3 +1853,27 @@ COMMAND_A_PLUS: Final[dict[str, Any]] = {
     "vocab_size": 256000,
 }
 """Its keys with numbers like those of a publisher."""
+STARCODER2_7B: Final[dict[str, Any]] = {
+    "architectures": ["Starcoder2ForCausalLM"],
+    "attention_dropout": 0.1,
+    "embedding_dropout": 0.1,
+    "eos_token_id": 0,
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_size": 4608,
+    "intermediate_size": 18432,
+    "layer_norm_epsilon": 1e-05,
+    "max_position_embeddings": 16384,
+    "mlp_type": "default",
+    "model_type": "starcoder2",
+    "norm_epsilon": 1e-05,
+    "norm_type": "layer_norm",
+    "num_attention_heads": 36,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 4,
+    "residual_dropout": 0.1,
+    "rope_theta": 1000000,
+    "sliding_window": 4096,
+    "torch_dtype": "bfloat16",
+    "use_bias": True,
+    "vocab_size": 49152,
+}

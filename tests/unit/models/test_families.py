@@ -101,6 +101,7 @@ from tests.unit.models.config_jsons import (
     SEED_OSS_36B,
     SMOLLM_3B,
     SOLAR_OPEN_100B,
+    STARCODER2_7B,
     TRINITY_NANO,
     YOUTU_LLM_2B,
 )
@@ -1374,8 +1375,8 @@ def test_parts_that_read_the_same_norm() -> None:
     assert 32.2 < spec.num_parameters / 1e9 < 32.4
     with pytest.raises(ConfigError, match="use_qk_norm True is not supported, only False"):
         parse_spec({**COMMAND_R_08_2024, "use_qk_norm": True})
-    with pytest.raises(ConfigError, match="norms that subtract the mean are supported only if"):
-        replace(spec, parallel_parts=False)
+    with pytest.raises(ConfigError, match="norms that subtract the mean are supported only of"):
+        replace(spec, parallel_parts=False, norms="after")
 
     spec = parse_spec(COMMAND_R_V01)
     assert (spec.context, spec.rope.scaling, spec.num_kv_heads) == (131072, "default", 64)
@@ -1436,6 +1437,20 @@ def test_the_square_of_relu_and_gates_of_gelu() -> None:
     assert parse_spec({**GEMMA_7B, "hidden_activation": "gelu_pytorch_tanh"}) == spec
     with pytest.raises(ConfigError, match="hidden_activation must be 'gelu' or"):
         parse_spec({**GEMMA_7B, "hidden_activation": "relu"})
+
+
+def test_layer_norms_with_biases() -> None:
+    spec = parse_spec(STARCODER2_7B)
+    assert spec.centered_norms and spec.norm_biases and not spec.parallel_parts
+    assert spec.qkv_bias and spec.output_bias and spec.mlp_bias
+    assert spec.gate is None and spec.activation == "gelu" and spec.tie_embeddings
+    assert spec.windows == (4096,) * 32 and (spec.norm_eps, spec.context) == (1e-5, 16384)
+    assert 7.1 < spec.num_parameters / 1e9 < 7.2
+    assert not parse_spec({**STARCODER2_7B, "use_bias": False}).mlp_bias
+    with pytest.raises(ConfigError, match="norm_type 'rms_norm' is not supported"):
+        parse_spec({**STARCODER2_7B, "norm_type": "rms_norm"})
+    with pytest.raises(ConfigError, match="norms with biases are supported only if"):
+        replace(spec, centered_norms=False)
 
 
 def test_learned_activations() -> None:
@@ -1613,6 +1628,7 @@ def test_every_architecture_is_tested() -> None:
             COMMAND_A_PLUS,
             COMMAND_R_08_2024,
             COMMAND_R7B,
+            STARCODER2_7B,
             GEMMA_7B,
             GEMMA_2_9B,
         ),

@@ -67,6 +67,7 @@ from minisgl_backend.models.families.granite import (
 )
 from minisgl_backend.models.families.hunyuan import read_hunyuan_dense, read_hunyuan_moe
 from minisgl_backend.models.families.hyperclova import read_hyperclovax
+from minisgl_backend.models.families.jais import read_jais2
 from minisgl_backend.models.families.lfm import read_lfm2, read_lfm2_moe, read_lfm3
 from minisgl_backend.models.families.llama import (
     read_arcee,
@@ -315,6 +316,7 @@ ARCHITECTURES: Final[Mapping[str, Callable[[ConfigReader], ModelSpec]]] = Mappin
         "ApertusForCausalLM": read_apertus,
         "ArceeForCausalLM": read_arcee,
         "Starcoder2ForCausalLM": read_starcoder2,
+        "Jais2ForCausalLM": read_jais2,
         "CohereForCausalLM": read_cohere,
         "Cohere2ForCausalLM": read_cohere2,
         "Cohere2MoeForCausalLM": read_cohere2_moe,

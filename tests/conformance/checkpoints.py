@@ -936,6 +936,11 @@ def _starcoder2(**changes: Any) -> PreTrainedModel:
     return cast(PreTrainedModel, _newer("Starcoder2ForCausalLM")(config))
 
 
+def _jais2(**changes: Any) -> PreTrainedModel:
+    config = _newer("Jais2Config")(**{**_SHAPE, **changes})
+    return cast(PreTrainedModel, _newer("Jais2ForCausalLM")(config))
+
+
 def _arcee(**changes: Any) -> PreTrainedModel:
     config = _newer("ArceeConfig")(**{**_SHAPE, "head_dim": 32, **changes})
     return cast(PreTrainedModel, _newer("ArceeForCausalLM")(config))
@@ -1471,6 +1476,15 @@ CASES: Final[Mapping[str, Callable[[], PreTrainedModel]]] = MappingProxyType(
             num_key_value_heads=4,
             tie_word_embeddings=False,
         ),
+        "jais2": _jais2,
+        "jais2-without-biases": lambda: _jais2(
+            attention_bias=False,
+            mlp_bias=False,
+            head_dim=32,
+            num_key_value_heads=None,
+            rope_parameters=dict(_LLAMA3),
+            tie_word_embeddings=True,
+        ),
     }
 )
 
@@ -1478,7 +1492,7 @@ CASES: Final[Mapping[str, Callable[[], PreTrainedModel]]] = MappingProxyType(
 _SEEDS: Final = MappingProxyType(
     {"dots1": 1001, "glm4-moe-groups": 1002, "gpt-oss": 1004, "granite-moe": 1001}
     | {"minimax-m2": 1001, "deepseek-v3-queries": 1001, "glm4-moe-lite": 1001, "mistral4": 1001}
-    | {"cohere2": 1005}
+    | {"cohere2": 1005, "jais2": 1001}
 )
 """Seeds of checkpoints that nearly tie with the seed that their place in ``CASES`` gives."""
 

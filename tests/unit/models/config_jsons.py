@@ -1877,3 +1877,23 @@ STARCODER2_7B: Final[dict[str, Any]] = {
     "use_bias": True,
     "vocab_size": 49152,
 }
+JAIS_2_8B: Final[dict[str, Any]] = {
+    "architectures": ["Jais2ForCausalLM"],
+    "attention_bias": True,
+    "eos_token_id": 150024,
+    "head_dim": 128,
+    "hidden_act": "relu2",
+    "hidden_size": 3328,
+    "intermediate_size": 26624,
+    "layer_norm_eps": 1e-05,
+    "max_position_embeddings": 8192,
+    "mlp_bias": True,
+    "model_type": "jais2",
+    "num_attention_heads": 26,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 26,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 150272,
+}

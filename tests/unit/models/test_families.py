@@ -65,6 +65,7 @@ from tests.unit.models.config_jsons import (
     INTERNLM3_8B,
     INTERNVL_3_5_8B,
     IQUEST_CODER_40B,
+    JAIS_2_8B,
     K_EXAONE,
     LFM2_1_2B,
     LFM2_8B_A1B,
@@ -1452,6 +1453,13 @@ def test_layer_norms_with_biases() -> None:
     with pytest.raises(ConfigError, match="norms with biases are supported only if"):
         replace(spec, centered_norms=False)
 
+    spec = parse_spec(JAIS_2_8B)
+    assert spec.centered_norms and spec.norm_biases and spec.qkv_bias and spec.mlp_bias
+    assert spec.gate is None and (spec.activation, spec.rope.theta) == ("relu2", 5e5)
+    assert 8.0 < spec.num_parameters / 1e9 < 8.2
+    with pytest.raises(ConfigError, match="hidden_act 'gelu' is not supported, only 'relu2'"):
+        parse_spec({**JAIS_2_8B, "hidden_act": "gelu"})
+
 
 def test_learned_activations() -> None:
     spec = parse_spec(APERTUS_8B)
@@ -1629,6 +1637,7 @@ def test_every_architecture_is_tested() -> None:
             COMMAND_R_08_2024,
             COMMAND_R7B,
             STARCODER2_7B,
+            JAIS_2_8B,
             GEMMA_7B,
             GEMMA_2_9B,
         ),

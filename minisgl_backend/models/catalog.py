@@ -100,7 +100,12 @@ from minisgl_backend.models.families.multimodal import (
     read_smolvlm,
 )
 from minisgl_backend.models.families.nemotron import read_nemotron_h
-from minisgl_backend.models.families.olmo import read_olmo2, read_olmo3, read_olmoe
+from minisgl_backend.models.families.olmo import (
+    read_flex_olmo,
+    read_olmo2,
+    read_olmo3,
+    read_olmoe,
+)
 from minisgl_backend.models.families.phi import read_phi3
 from minisgl_backend.models.families.qwen import (
     read_mellum,
@@ -282,6 +287,7 @@ ARCHITECTURES: Final[Mapping[str, Callable[[ConfigReader], ModelSpec]]] = Mappin
         "Olmo2ForCausalLM": read_olmo2,
         "Olmo3ForCausalLM": read_olmo3,
         "OlmoeForCausalLM": read_olmoe,
+        "FlexOlmoForCausalLM": read_flex_olmo,
         "Exaone4ForCausalLM": read_exaone4,
         "Exaone4_5_ForConditionalGeneration": read_exaone4_5,
         "ExaoneMoeForCausalLM": read_exaone_moe,

@@ -941,6 +941,12 @@ def _jais2(**changes: Any) -> PreTrainedModel:
     return cast(PreTrainedModel, _newer("Jais2ForCausalLM")(config))
 
 
+def _flex_olmo(**changes: Any) -> PreTrainedModel:
+    experts = {"intermediate_size": 48, "num_experts": 7, "num_experts_per_tok": 5}
+    config = _newer("FlexOlmoConfig")(**{**_SHAPE, **experts, **changes})
+    return cast(PreTrainedModel, _newer("FlexOlmoForCausalLM")(config))
+
+
 def _arcee(**changes: Any) -> PreTrainedModel:
     config = _newer("ArceeConfig")(**{**_SHAPE, "head_dim": 32, **changes})
     return cast(PreTrainedModel, _newer("ArceeForCausalLM")(config))
@@ -1484,6 +1490,10 @@ CASES: Final[Mapping[str, Callable[[], PreTrainedModel]]] = MappingProxyType(
             num_key_value_heads=None,
             rope_parameters=dict(_LLAMA3),
             tie_word_embeddings=True,
+        ),
+        "flex-olmo": _flex_olmo,
+        "flex-olmo-biases": lambda: _flex_olmo(
+            attention_bias=True, norm_topk_prob=True, num_key_value_heads=4
         ),
     }
 )

@@ -80,6 +80,7 @@ PAGE_SIZE = 16
         "cohere2",
         "cohere2-moe",
         "starcoder2",
+        "flex-olmo",
         "gemma2",
         "lfm2-biases",
         "lfm2-moe",

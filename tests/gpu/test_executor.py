@@ -124,11 +124,12 @@ OTHERS = [
     "cohere2-moe",
     "cohere2-moe-sums",
     "starcoder2",
+    "flex-olmo",
     "gemma2",
 ]
 """Cases with parts that no case above has."""
 _HAVE_EXPERTS = re.compile(
-    "mixtral|moe|dots|oss|experts|llama4|minimax|solar|hy-v3|mellum|granite-shared|deepseek|mistral4"
+    "mixtral|moe|dots|oss|experts|llama4|minimax|solar|hy-v3|mellum|granite-shared|deepseek|mistral4|flex-olmo"
 )
 EXPERTS = [case for case in CASES + OTHERS if _HAVE_EXPERTS.search(case)]
 """Rounding, even of attention's GEMMs alone, may choose other experts."""

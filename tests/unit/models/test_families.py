@@ -41,6 +41,7 @@ from tests.unit.models.config_jsons import (
     EXAONE_4_5_33B,
     EXAONE_4_32B,
     FALCON_H1_0_5B,
+    FLEX_OLMO_7X7B,
     GEMMA_2_9B,
     GEMMA_3_1B,
     GEMMA_3_4B,
@@ -1440,6 +1441,21 @@ def test_the_square_of_relu_and_gates_of_gelu() -> None:
         parse_spec({**GEMMA_7B, "hidden_activation": "relu"})
 
 
+def test_experts_of_flex_olmo() -> None:
+    spec = parse_spec(FLEX_OLMO_7X7B)
+    assert (spec.norms, spec.qk_norm, spec.norm_eps, spec.rope.theta) == (
+        "after",
+        "token",
+        1e-6,
+        5e5,
+    )
+    assert spec.moe is not None and spec.moe.layers == frozenset(range(32))
+    experts, rule = spec.moe.experts, spec.moe.experts.routing
+    assert (rule.num_experts, rule.top_k, rule.normalize, rule.sigmoid) == (7, 5, False, False)
+    assert (experts.intermediate_size, experts.shared) == (11008, None)
+    assert 33.0 < spec.num_parameters / 1e9 < 33.5
+
+
 def test_layer_norms_with_biases() -> None:
     spec = parse_spec(STARCODER2_7B)
     assert spec.centered_norms and spec.norm_biases and not spec.parallel_parts
@@ -1638,6 +1654,7 @@ def test_every_architecture_is_tested() -> None:
             COMMAND_R7B,
             STARCODER2_7B,
             JAIS_2_8B,
+            FLEX_OLMO_7X7B,
             GEMMA_7B,
             GEMMA_2_9B,
         ),

@@ -71,6 +71,7 @@ from minisgl_backend.models.families.jais import read_jais2
 from minisgl_backend.models.families.lfm import read_lfm2, read_lfm2_moe, read_lfm3
 from minisgl_backend.models.families.llama import (
     read_arcee,
+    read_cwm,
     read_internlm3,
     read_iquest_coder,
     read_llama,
@@ -321,6 +322,7 @@ ARCHITECTURES: Final[Mapping[str, Callable[[ConfigReader], ModelSpec]]] = Mappin
         "FalconH1ForCausalLM": read_falcon_h1,
         "ApertusForCausalLM": read_apertus,
         "ArceeForCausalLM": read_arcee,
+        "CwmForCausalLM": read_cwm,
         "Starcoder2ForCausalLM": read_starcoder2,
         "Jais2ForCausalLM": read_jais2,
         "CohereForCausalLM": read_cohere,

@@ -947,6 +947,14 @@ def _flex_olmo(**changes: Any) -> PreTrainedModel:
     return cast(PreTrainedModel, _newer("FlexOlmoForCausalLM")(config))
 
 
+def _cwm(**changes: Any) -> PreTrainedModel:
+    """Answers end only by their length."""
+    sizes = {"head_dim": 32, "num_hidden_layers": 5, "sliding_window": 20}
+    ends = {"bos_token_id": 0, "eos_token_id": []}
+    values = {**_SHAPE, **sizes, **ends, "rope_parameters": dict(_LLAMA3), **changes}
+    return cast(PreTrainedModel, _newer("CwmForCausalLM")(_newer("CwmConfig")(**values)))
+
+
 def _arcee(**changes: Any) -> PreTrainedModel:
     config = _newer("ArceeConfig")(**{**_SHAPE, "head_dim": 32, **changes})
     return cast(PreTrainedModel, _newer("ArceeForCausalLM")(config))
@@ -1494,6 +1502,13 @@ CASES: Final[Mapping[str, Callable[[], PreTrainedModel]]] = MappingProxyType(
         "flex-olmo": _flex_olmo,
         "flex-olmo-biases": lambda: _flex_olmo(
             attention_bias=True, norm_topk_prob=True, num_key_value_heads=4
+        ),
+        "cwm": _cwm,
+        "cwm-listed": lambda: _cwm(
+            layer_types=["sliding_attention", "full_attention"] * 2,
+            mlp_bias=True,
+            num_hidden_layers=4,
+            tie_word_embeddings=True,
         ),
     }
 )

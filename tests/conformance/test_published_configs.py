@@ -1614,6 +1614,28 @@ CONFIGS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
             "tie_word_embeddings": False,
             **_SIZES,
         },
+        "cwm": {
+            "architectures": ["CwmForCausalLM"],
+            "model_type": "cwm",
+            "bos_token_id": 0,
+            "head_dim": 32,
+            "hidden_act": "silu",
+            "layer_types": ["full_attention", *["sliding_attention"] * 3],
+            "max_position_embeddings": CONTEXT,
+            "mlp_bias": False,
+            "rms_norm_eps": 1e-05,
+            "rope_scaling": {
+                "factor": 16.0,
+                "high_freq_factor": 4.0,
+                "low_freq_factor": 1.0,
+                "original_max_position_embeddings": 32,
+                "rope_type": "llama3",
+            },
+            "rope_theta": 1000000.0,
+            "sliding_window": 20,
+            "tie_word_embeddings": False,
+            **_SIZES,
+        },
         "starcoder2-3b": {
             "architectures": ["Starcoder2ForCausalLM"],
             "model_type": "starcoder2",
@@ -1991,7 +2013,7 @@ TRANSPOSED: Final = ("qwen3-vl-moe",)
 def test_tokens_are_equal(name: str, tmp_path: Path) -> None:
     config = dict(CONFIGS[name])
     if not {"text_config", "thinker_config"} & config.keys():
-        config |= _NO_EOS
+        config = {**_NO_EOS, **config}
     spelled = json.dumps(config)
     path = tmp_path / "config.json"
     path.write_text(spelled)

@@ -33,6 +33,7 @@ from tests.unit.models.config_jsons import (
     COMMAND_R7B,
     COMMAND_R_08_2024,
     COMMAND_R_V01,
+    CWM,
     DEEPSEEK_V2,
     DEEPSEEK_V3,
     DOTS_LLM1,
@@ -1441,6 +1442,18 @@ def test_the_square_of_relu_and_gates_of_gelu() -> None:
         parse_spec({**GEMMA_7B, "hidden_activation": "relu"})
 
 
+def test_windows_of_cwm() -> None:
+    spec = parse_spec(CWM)
+    assert spec.windows == (None, 8192, 8192, 8192) * 16 and spec.ropes == ()
+    assert (spec.rope.scaling, spec.rope.factor, spec.head_dim) == ("llama3", 16.0, 128)
+    assert spec.eos_token_ids == {128001, 128008, 128009} and not spec.qkv_bias
+    assert 32.0 < spec.num_parameters / 1e9 < 33.0
+    bare = {key: value for key, value in CWM.items() if "rope" not in key}
+    assert parse_spec({**bare, "eos_token_id": None}) == spec
+    with pytest.raises(ConfigError, match="attention_bias True is not supported"):
+        parse_spec({**CWM, "attention_bias": True})
+
+
 def test_experts_of_flex_olmo() -> None:
     spec = parse_spec(FLEX_OLMO_7X7B)
     assert (spec.norms, spec.qk_norm, spec.norm_eps, spec.rope.theta) == (
@@ -1654,6 +1667,7 @@ def test_every_architecture_is_tested() -> None:
             COMMAND_R7B,
             STARCODER2_7B,
             JAIS_2_8B,
+            CWM,
             FLEX_OLMO_7X7B,
             GEMMA_7B,
             GEMMA_2_9B,

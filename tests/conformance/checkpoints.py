@@ -955,6 +955,15 @@ def _cwm(**changes: Any) -> PreTrainedModel:
     return cast(PreTrainedModel, _newer("CwmForCausalLM")(_newer("CwmConfig")(**values)))
 
 
+def _kolibri1(**changes: Any) -> PreTrainedModel:
+    experts = {"moe_intermediate_size": 48, "num_experts": 8, "num_experts_per_tok": 3}
+    experts |= {"shared_expert_intermediate_size": 80}
+    sizes = {"head_dim": 32, "num_hidden_layers": 5, "sliding_window": 20}
+    shape = {key: value for key, value in _SHAPE.items() if key != "intermediate_size"}
+    config = _newer("Kolibri1Config")(**{**shape, **experts, **sizes, **changes})
+    return _corrected(_newer("Kolibri1ForCausalLM")(config))
+
+
 def _arcee(**changes: Any) -> PreTrainedModel:
     config = _newer("ArceeConfig")(**{**_SHAPE, "head_dim": 32, **changes})
     return cast(PreTrainedModel, _newer("ArceeForCausalLM")(config))
@@ -1508,6 +1517,14 @@ CASES: Final[Mapping[str, Callable[[], PreTrainedModel]]] = MappingProxyType(
             layer_types=["sliding_attention", "full_attention"] * 2,
             mlp_bias=True,
             num_hidden_layers=4,
+            tie_word_embeddings=True,
+        ),
+        "kolibri1": _kolibri1,
+        "kolibri1-listed": lambda: _kolibri1(
+            layer_types=["full_attention", "sliding_attention"],
+            norm_topk_prob=True,
+            num_hidden_layers=2,
+            num_key_value_heads=4,
             tie_word_embeddings=True,
         ),
     }

@@ -81,6 +81,7 @@ PAGE_SIZE = 16
         "cohere2-moe",
         "starcoder2",
         "flex-olmo",
+        "kolibri1",
         "gemma2",
         "lfm2-biases",
         "lfm2-moe",

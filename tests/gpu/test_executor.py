@@ -125,11 +125,12 @@ OTHERS = [
     "cohere2-moe-sums",
     "starcoder2",
     "flex-olmo",
+    "kolibri1",
     "gemma2",
 ]
 """Cases with parts that no case above has."""
 _HAVE_EXPERTS = re.compile(
-    "mixtral|moe|dots|oss|experts|llama4|minimax|solar|hy-v3|mellum|granite-shared|deepseek|mistral4|flex-olmo"
+    "mixtral|moe|dots|oss|experts|llama4|minimax|solar|hy-v3|mellum|granite-shared|deepseek|mistral4|flex-olmo|kolibri"
 )
 EXPERTS = [case for case in CASES + OTHERS if _HAVE_EXPERTS.search(case)]
 """Rounding, even of attention's GEMMs alone, may choose other experts."""

@@ -69,6 +69,7 @@ from tests.unit.models.config_jsons import (
     IQUEST_CODER_40B,
     JAIS_2_8B,
     K_EXAONE,
+    KOLIBRI_1,
     LFM2_1_2B,
     LFM2_8B_A1B,
     LFM3_1_7B,
@@ -1454,6 +1455,30 @@ def test_windows_of_cwm() -> None:
         parse_spec({**CWM, "attention_bias": True})
 
 
+def test_routers_that_correct_logits() -> None:
+    spec = parse_spec(KOLIBRI_1)
+    assert spec.moe is not None and spec.moe.layers == frozenset(range(50))
+    experts, rule = spec.moe.experts, spec.moe.experts.routing
+    assert (rule.num_experts, rule.top_k, rule.normalize, rule.wide) == (384, 6, False, True)
+    assert rule.sigmoid and rule.corrected and rule.corrects_logits
+    assert experts.shared is not None and experts.shared.intermediate_size == 512
+    assert (spec.norms, spec.qk_norm) == ("around", "head")
+    assert spec.windows == (513, 513, 513, 513, None) * 10
+    assert [rope is None for rope in spec.ropes] == [window is None for window in spec.windows]
+    assert 77 < spec.num_parameters / 1e9 < 79
+    renamed = {
+        ours
+        for theirs in (
+            "model.layers.0.post_attn_norm.weight",
+            "model.layers.0.post_self_attn_layernorm.weight",
+        )
+        for ours, _ in spec.names.weights(theirs, (2560,))
+    }
+    assert renamed == {"model.layers.0.post_attention_layernorm.weight"}
+    with pytest.raises(ConfigError, match="sliding_window must be an integer"):
+        parse_spec({**KOLIBRI_1, "sliding_window": None})
+
+
 def test_experts_of_flex_olmo() -> None:
     spec = parse_spec(FLEX_OLMO_7X7B)
     assert (spec.norms, spec.qk_norm, spec.norm_eps, spec.rope.theta) == (
@@ -1668,6 +1693,7 @@ def test_every_architecture_is_tested() -> None:
             STARCODER2_7B,
             JAIS_2_8B,
             CWM,
+            KOLIBRI_1,
             FLEX_OLMO_7X7B,
             GEMMA_7B,
             GEMMA_2_9B,

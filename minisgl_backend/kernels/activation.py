@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minisgl_backend.gates import Gate
+from minisgl_backend.gates import Gate, OutputGate
 from minisgl_backend.kernels.dispatch import at_least_float32, use_triton
 
 
@@ -105,24 +105,26 @@ def xielu_reference(x: Tensor, numbers: Tensor) -> Tensor:
     return (curve + beta * wide).to(x.dtype)
 
 
-def sigmoid_mul(x: Tensor, gate: Tensor, *, pdl: bool = False) -> Tensor:
-    """x * sigmoid(gate) in float32, rounded once.
+def gate_output(x: Tensor, gate: Tensor, function: OutputGate, *, pdl: bool = False) -> Tensor:
+    """x * ``function``(gate) in float32, rounded once.
 
     ``x`` [num_tokens, num_heads, head_dim] is contiguous. ``gate`` has that shape, and its tokens
     and heads may be strided. Returns [num_tokens, num_heads * head_dim].
     """
     if not use_triton(x):
-        return sigmoid_mul_reference(x, gate)
-    from minisgl_backend.kernels.triton_kernels.layer_kernels import launch_sigmoid_mul
+        return gate_output_reference(x, gate, function)
+    from minisgl_backend.kernels.triton_kernels.layer_kernels import launch_gate_output
 
     out = torch.empty((len(x), x[0].numel()), dtype=x.dtype, device=x.device)
-    launch_sigmoid_mul(out, x, gate, pdl=pdl)
+    launch_gate_output(out, x, gate, softplus=function == "softplus", pdl=pdl)
     return out
 
 
-def sigmoid_mul_reference(x: Tensor, gate: Tensor) -> Tensor:
-    """The twin of ``sigmoid_mul``; float64 stays float64."""
-    return (at_least_float32(x) * at_least_float32(gate).sigmoid()).to(x.dtype).flatten(1)
+def gate_output_reference(x: Tensor, gate: Tensor, function: OutputGate) -> Tensor:
+    """The twin of ``gate_output``; float64 stays float64."""
+    wide = at_least_float32(gate)
+    opened = wide.sigmoid() if function == "sigmoid" else F.softplus(wide)
+    return (at_least_float32(x) * opened).to(x.dtype).flatten(1)
 
 
 def soft_cap(x: Tensor, cap: float) -> None:

@@ -69,6 +69,7 @@ from minisgl_backend.models.families.hunyuan import read_hunyuan_dense, read_hun
 from minisgl_backend.models.families.hyperclova import read_hyperclovax
 from minisgl_backend.models.families.jais import read_jais2
 from minisgl_backend.models.families.kolibri import read_kolibri1
+from minisgl_backend.models.families.laguna import read_laguna
 from minisgl_backend.models.families.lfm import read_lfm2, read_lfm2_moe, read_lfm3
 from minisgl_backend.models.families.llama import (
     read_arcee,
@@ -289,6 +290,7 @@ ARCHITECTURES: Final[Mapping[str, Callable[[ConfigReader], ModelSpec]]] = Mappin
         "Olmo2ForCausalLM": read_olmo2,
         "Olmo3ForCausalLM": read_olmo3,
         "OlmoeForCausalLM": read_olmoe,
+        "LagunaForCausalLM": read_laguna,
         "Kolibri1ForCausalLM": read_kolibri1,
         "FlexOlmoForCausalLM": read_flex_olmo,
         "Exaone4ForCausalLM": read_exaone4,

@@ -964,6 +964,30 @@ def _kolibri1(**changes: Any) -> PreTrainedModel:
     return _corrected(_newer("Kolibri1ForCausalLM")(config))
 
 
+_LAGUNA_ROPES: Final = MappingProxyType(
+    {
+        "full_attention": {**_YARN, "partial_rotary_factor": 0.5},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+    }
+)
+
+
+def _laguna(**changes: Any) -> PreTrainedModel:
+    """Layers with windows have more heads than the others."""
+    experts = {"moe_intermediate_size": 48, "num_experts": 8, "num_experts_per_tok": 3}
+    experts |= {"shared_expert_intermediate_size": 80}
+    sizes = {"head_dim": 32, "num_hidden_layers": 3, "sliding_window": 20}
+    layers = {
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        "num_attention_heads_per_layer": [4, 8, 4],
+        "moe_routed_scaling_factor": 2.5,
+        "rope_parameters": {kind: dict(rope) for kind, rope in _LAGUNA_ROPES.items()},
+    }
+    config = _newer("LagunaConfig")(**{**_SHAPE, **experts, **sizes, **layers, **changes})
+    model: Any = _newer("LagunaForCausalLM")(config)
+    return cast(PreTrainedModel, model)
+
+
 def _arcee(**changes: Any) -> PreTrainedModel:
     config = _newer("ArceeConfig")(**{**_SHAPE, "head_dim": 32, **changes})
     return cast(PreTrainedModel, _newer("ArceeForCausalLM")(config))
@@ -1526,6 +1550,18 @@ CASES: Final[Mapping[str, Callable[[], PreTrainedModel]]] = MappingProxyType(
             num_hidden_layers=2,
             num_key_value_heads=4,
             tie_word_embeddings=True,
+        ),
+        "laguna": _laguna,
+        "laguna-alike": lambda: _laguna(
+            gating="per-element",
+            layer_types=None,
+            mlp_layer_types=["sparse", "dense", "sparse"],
+            num_attention_heads_per_layer=None,
+            rope_parameters=None,
+            tie_word_embeddings=True,
+        ),
+        "laguna-by-layer": lambda: _laguna(
+            gating="per-element", num_attention_heads_per_layer=[4, 8, 12]
         ),
     }
 )

@@ -82,6 +82,8 @@ PAGE_SIZE = 16
         "starcoder2",
         "flex-olmo",
         "kolibri1",
+        "laguna",
+        "laguna-by-layer",
         "gemma2",
         "lfm2-biases",
         "lfm2-moe",

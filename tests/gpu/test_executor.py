@@ -126,11 +126,13 @@ OTHERS = [
     "starcoder2",
     "flex-olmo",
     "kolibri1",
+    "laguna",
+    "laguna-by-layer",
     "gemma2",
 ]
 """Cases with parts that no case above has."""
 _HAVE_EXPERTS = re.compile(
-    "mixtral|moe|dots|oss|experts|llama4|minimax|solar|hy-v3|mellum|granite-shared|deepseek|mistral4|flex-olmo|kolibri"
+    "mixtral|moe|dots|oss|experts|llama4|minimax|solar|hy-v3|mellum|granite-shared|deepseek|mistral4|flex-olmo|kolibri|laguna"
 )
 EXPERTS = [case for case in CASES + OTHERS if _HAVE_EXPERTS.search(case)]
 """Rounding, even of attention's GEMMs alone, may choose other experts."""

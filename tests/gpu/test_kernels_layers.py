@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from minisgl_backend.gates import Gate
+from minisgl_backend.gates import Gate, OutputGate
 from minisgl_backend.kernels import (
     activation,
     embedding,
@@ -132,8 +132,14 @@ def test_soft_cap(device: torch.device, dtype: torch.dtype, size: int) -> None:
 
 @pytest.mark.parametrize(("num_heads", "head_dim"), [(3, 16), (24, 256)])
 @pytest.mark.parametrize("apart", [False, True])
-def test_sigmoid_mul(
-    device: torch.device, dtype: torch.dtype, num_heads: int, head_dim: int, apart: bool
+@pytest.mark.parametrize("function", ["sigmoid", "softplus"])
+def test_gates_of_attention(
+    device: torch.device,
+    dtype: torch.dtype,
+    num_heads: int,
+    head_dim: int,
+    apart: bool,
+    function: OutputGate,
 ) -> None:
     """Gates stand between queries, as in the projection of both, or apart behind all others."""
     x = torch.randn(5, num_heads, head_dim, device=device).to(dtype)
@@ -141,8 +147,8 @@ def test_sigmoid_mul(
     gates = rope_store.gates_of(qkv, num_heads, head_dim)
     if apart:
         gates = qkv[:, -num_heads * head_dim :].view(5, num_heads, head_dim)
-    expected = activation.sigmoid_mul_reference(x, gates)
-    assert_close(activation.sigmoid_mul(x, gates), expected)
+    expected = activation.gate_output_reference(x, gates, function)
+    assert_close(activation.gate_output(x, gates, function), expected)
 
 
 @pytest.mark.parametrize(

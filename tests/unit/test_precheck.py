@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from minisgl_backend.attention.base import KVHeads
+from minisgl_backend.attention.base import LayerHeads
 from minisgl_backend.config import DEMO_MODEL, EngineOptions
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.experts_spec import ExpertsSpec, RoutingRule, SharedExpert
@@ -199,7 +199,7 @@ def test_sections_begin_with_pages(folder: Path) -> None:
             {"latent": LatentSpec(latent_dim=8, rope_dim=8, nope_dim=8, value_dim=8)},
             "latent attention",
         ),
-        ({"kv_heads": (KVHeads(2, 64),) * 4}, "layers that differ in their heads"),
+        ({"heads": (LayerHeads(4, 2, 64),) * 4}, "layers that differ in their heads"),
         ({"scaled_layers": True}, "layers with inputs of their own"),
         ({"gated_attention": True}, "gated attention"),
         ({"weights": CONVERT_TO_FP8}, "quantized weights"),

@@ -340,7 +340,7 @@ def launch_soft_cap(x: Tensor, cap: float) -> None:
 
 
 @triton.jit
-def _sigmoid_mul(
+def _gate_output(
     out_ptr,
     x_ptr,
     gate_ptr,
@@ -348,6 +348,7 @@ def _sigmoid_mul(
     head_stride,
     SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    SOFTPLUS: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -359,18 +360,19 @@ def _sigmoid_mul(
         wait_previous()
     x = tl.load(x_ptr + token * SIZE + i, mask=mask, other=0.0).to(tl.float32)
     at = gate_ptr + token * token_stride + i // HEAD_DIM * head_stride + i % HEAD_DIM
-    y = x * tl.sigmoid(tl.load(at, mask=mask, other=0.0).to(tl.float32))
+    gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    y = x * (_softplus(gate) if SOFTPLUS else tl.sigmoid(gate))
     tl.store(out_ptr + token * SIZE + i, y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def launch_sigmoid_mul(out: Tensor, x: Tensor, gate: Tensor, *, pdl: bool) -> None:
-    """See ``minisgl_backend.kernels.activation.sigmoid_mul``."""
+def launch_gate_output(out: Tensor, x: Tensor, gate: Tensor, *, softplus: bool, pdl: bool) -> None:
+    """See ``minisgl_backend.kernels.activation.gate_output``; a sigmoid unless ``softplus``."""
     num_tokens, size = out.shape
     if num_tokens == 0:
         return
     assert x.is_contiguous() and gate.stride(2) == 1
     block = 1024
-    _sigmoid_mul[(num_tokens, triton.cdiv(size, block))](
+    _gate_output[(num_tokens, triton.cdiv(size, block))](
         out,
         x,
         gate,
@@ -378,6 +380,7 @@ def launch_sigmoid_mul(out: Tensor, x: Tensor, gate: Tensor, *, pdl: bool) -> No
         gate.stride(1),
         SIZE=size,
         HEAD_DIM=x.shape[2],
+        SOFTPLUS=softplus,
         BLOCK=block,
         PDL=pdl,
         num_warps=4,

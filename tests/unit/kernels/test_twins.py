@@ -176,10 +176,12 @@ def test_xielu() -> None:
     torch.testing.assert_close(out, torch.tensor([expected]))
 
 
-def test_sigmoid_mul() -> None:
+def test_gates_of_attention() -> None:
     x, gate = torch.randn(3, 2, 4), torch.randn(3, 2, 4)
-    out = activation.sigmoid_mul(x, gate)
+    out = activation.gate_output(x, gate, "sigmoid")
     torch.testing.assert_close(out, (x / (1 + torch.exp(-gate))).flatten(1))
+    out = activation.gate_output(x, gate, "softplus")
+    torch.testing.assert_close(out, (x * torch.log(1 + torch.exp(gate))).flatten(1))
 
 
 def pages_of(caches: torch.Tensor) -> PagedKV:

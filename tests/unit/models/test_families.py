@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from minisgl_backend.attention.base import KVHeads
+from minisgl_backend.attention.base import LayerHeads
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.experts_spec import ExpertsSpec, RoutingRule, SharedExpert
 from minisgl_backend.gates import ClampedGate
@@ -70,6 +70,7 @@ from tests.unit.models.config_jsons import (
     JAIS_2_8B,
     K_EXAONE,
     KOLIBRI_1,
+    LAGUNA_XS_2,
     LFM2_1_2B,
     LFM2_8B_A1B,
     LFM3_1_7B,
@@ -217,7 +218,7 @@ def test_gemma_3_leaves_most_of_its_config_out() -> None:
 def test_gemma_4_has_wider_heads_in_layers_without_a_window() -> None:
     spec = parse_spec(GEMMA_4_31B)
     assert spec.windows[:6] == (1024,) * 5 + (None,)
-    assert spec.kv_heads[:6] == (KVHeads(16, 256),) * 5 + (KVHeads(4, 512),)
+    assert spec.heads[:6] == (LayerHeads(32, 16, 256),) * 5 + (LayerHeads(32, 4, 512),)
     assert spec.keys_are_values == set(range(5, 60, 6)) and spec.value_norm
     local, wide = spec.ropes[0], spec.ropes[5]
     assert local is not None and (local.theta, local.scaling) == (1e4, "default")
@@ -276,8 +277,8 @@ def test_heads_of_single_layers_that_no_model_has(changes: dict[str, Any], messa
 @pytest.mark.parametrize("layer", ["34", "034"])
 def test_gemma_4_takes_the_heads_of_single_layers(layer: str) -> None:
     own = {"per_layer_config": {layer: {"head_dim": 64, "num_key_value_heads": 2}}}
-    heads = parse_spec({**GEMMA_4_E2B, **own}).kv_heads
-    assert heads[34] == KVHeads(2, 64) and set(heads[:34]) == {KVHeads(1, 256)}
+    heads = parse_spec({**GEMMA_4_E2B, **own}).heads
+    assert heads[34] == LayerHeads(8, 2, 64) and set(heads[:34]) == {LayerHeads(8, 1, 256)}
 
 
 def test_gemma_4_that_sees_without_an_encoder_has_no_inputs_of_each_layer() -> None:
@@ -294,7 +295,7 @@ def test_gemma_4_that_sees_without_an_encoder_has_no_inputs_of_each_layer() -> N
 def test_the_last_layer_of_gemma_4_has_no_window() -> None:
     spec = parse_spec({**GEMMA_4_E2B, "num_kv_shared_layers": 0, "layer_types": None})
     assert spec.windows[28:] == (512, None, *[512] * 4, None)  # 35 layers, every sixth
-    assert spec.kv_heads[-1] == KVHeads(1, 512)
+    assert spec.heads[-1] == LayerHeads(8, 1, 512)
 
 
 def test_gemma_4_has_experts_beside_each_block() -> None:
@@ -1455,6 +1456,47 @@ def test_windows_of_cwm() -> None:
         parse_spec({**CWM, "attention_bias": True})
 
 
+def test_heads_of_laguna() -> None:
+    spec = parse_spec(LAGUNA_XS_2)
+    few, many = LayerHeads(48, 8, 128), LayerHeads(64, 8, 128)
+    assert spec.heads == (few, many, many, many) * 10
+    assert spec.windows == (None, 512, 512, 512) * 10
+    assert spec.gated_attention and spec.gates_apart and spec.head_gates
+    assert (spec.output_gate, spec.qk_norm) == ("softplus", "head")
+    assert [(rope.scaling, rope.theta, rope.rotated) for rope in spec.ropes[:2] if rope] == [
+        ("yarn", 5e5, 0.5),
+        ("default", 1e4, 1.0),
+    ]
+    assert spec.moe is not None and spec.moe.layers == frozenset(range(1, 40))
+    rule = spec.moe.experts.routing
+    assert (rule.num_experts, rule.top_k, rule.scale, rule.corrected) == (256, 8, 2.5, True)
+    assert (spec.num_gates(0), spec.num_gates(1)) == (48, 64)
+    assert 33 < spec.num_parameters / 1e9 < 34
+    shape = spec.attention_shape(2)
+    assert shape.by_layer[:2] == (LayerHeads(24, 4, 128), LayerHeads(32, 4, 128))
+    assert [(kind.num_heads, len(own)) for kind, own in shape.kinds] == [(24, 10), (32, 30)]
+    with pytest.raises(ConfigError, match="48 attention heads and 8 key-value heads cannot be spl"):
+        spec.attention_shape(32)
+
+    bare = {key: value for key, value in LAGUNA_XS_2.items() if key != "rope_parameters"}
+    assert [rope.rotated for rope in parse_spec(bare).ropes[:2] if rope] == [0.5, 1.0]
+    assert parse_spec({**LAGUNA_XS_2, "num_attention_heads_per_layer": None}).heads == ()
+    assert not parse_spec({**LAGUNA_XS_2, "gating": "per-element"}).head_gates
+    for key, value in (
+        ("gating", False),
+        ("moe_router_logit_softcapping", 30.0),
+        ("num_attention_heads_per_layer", [48] * 39),
+        ("num_attention_heads_per_layer", [0] * 40),
+        ("rope_parameters", {"rope_type": "default", "rope_theta": 1e4}),
+        ("attention_bias", True),
+    ):
+        with pytest.raises(ConfigError, match=f"{key} "):
+            parse_spec({**LAGUNA_XS_2, key: value})
+    uneven = [48, *[60] * 39]
+    with pytest.raises(ConfigError, match="60 attention heads cannot share 8 key-value heads"):
+        parse_spec({**LAGUNA_XS_2, "num_attention_heads_per_layer": uneven})
+
+
 def test_routers_that_correct_logits() -> None:
     spec = parse_spec(KOLIBRI_1)
     assert spec.moe is not None and spec.moe.layers == frozenset(range(50))
@@ -1694,6 +1736,7 @@ def test_every_architecture_is_tested() -> None:
             JAIS_2_8B,
             CWM,
             KOLIBRI_1,
+            LAGUNA_XS_2,
             FLEX_OLMO_7X7B,
             GEMMA_7B,
             GEMMA_2_9B,

@@ -69,7 +69,7 @@ def adapted_shapes(spec: ModelSpec) -> Iterator[tuple[str, int, int]]:
             times = 2 if spec.gated_attention and not spec.gates_apart else 1
             yield f"{attention}.q_proj", queries * times, hidden
             if spec.gates_apart:
-                yield f"{attention}.gate_proj", queries, hidden
+                yield f"{attention}.gate_proj", spec.num_gates(layer), hidden
             if spec.kv_source(layer) == layer:
                 yield f"{attention}.k_proj", keys, hidden
                 if layer not in spec.keys_are_values:

@@ -81,6 +81,7 @@ from minisgl_backend.models.families.llama import (
     read_smollm3,
 )
 from minisgl_backend.models.families.llama4 import read_llama4, read_llama4_text
+from minisgl_backend.models.families.minitron import read_nemotron
 from minisgl_backend.models.families.mistral import (
     read_ministral,
     read_ministral3,
@@ -322,6 +323,7 @@ ARCHITECTURES: Final[Mapping[str, Callable[[ConfigReader], ModelSpec]]] = Mappin
         "SmolLM3ForCausalLM": read_smollm3,
         "GptOssForCausalLM": read_gpt_oss,
         "NemotronHForCausalLM": read_nemotron_h,
+        "NemotronForCausalLM": read_nemotron,
         "BambaForCausalLM": read_bamba,
         "FalconH1ForCausalLM": read_falcon_h1,
         "ApertusForCausalLM": read_apertus,

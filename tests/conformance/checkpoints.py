@@ -988,6 +988,11 @@ def _laguna(**changes: Any) -> PreTrainedModel:
     return cast(PreTrainedModel, model)
 
 
+def _nemotron(**changes: Any) -> PreTrainedModel:
+    config = _newer("NemotronConfig")(**{**_SHAPE, "head_dim": 32, **changes})
+    return cast(PreTrainedModel, _newer("NemotronForCausalLM")(config))
+
+
 def _arcee(**changes: Any) -> PreTrainedModel:
     config = _newer("ArceeConfig")(**{**_SHAPE, "head_dim": 32, **changes})
     return cast(PreTrainedModel, _newer("ArceeForCausalLM")(config))
@@ -1562,6 +1567,14 @@ CASES: Final[Mapping[str, Callable[[], PreTrainedModel]]] = MappingProxyType(
         ),
         "laguna-by-layer": lambda: _laguna(
             gating="per-element", num_attention_heads_per_layer=[4, 8, 12]
+        ),
+        "nemotron": _nemotron,
+        "nemotron-biases": lambda: _nemotron(
+            attention_bias=True,
+            mlp_bias=True,
+            num_key_value_heads=4,
+            partial_rotary_factor=0.25,
+            tie_word_embeddings=True,
         ),
     }
 )

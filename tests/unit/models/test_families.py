@@ -82,6 +82,7 @@ from tests.unit.models.config_jsons import (
     MINIMAX_M2,
     MINISTRAL_3_8B,
     MINISTRAL_8B,
+    MINITRON_4B,
     MISTRAL_7B,
     MISTRAL_SMALL_3_1,
     MISTRAL_SMALL_4,
@@ -1456,6 +1457,18 @@ def test_windows_of_cwm() -> None:
         parse_spec({**CWM, "attention_bias": True})
 
 
+def test_layer_norms_that_are_stored_less_one() -> None:
+    spec = parse_spec(MINITRON_4B)
+    assert spec.centered_norms and spec.norm_biases and spec.norm_offset == 1.0
+    assert spec.gate is None and not (spec.qkv_bias or spec.mlp_bias)
+    assert (spec.rope.rotated, spec.norm_eps, spec.head_dim) == (0.5, 1e-5, 128)
+    assert 4.1 < spec.num_parameters / 1e9 < 4.3
+    bare = {key: value for key, value in MINITRON_4B.items() if key != "partial_rotary_factor"}
+    assert parse_spec(bare) == spec
+    with pytest.raises(ConfigError, match="hidden_act 'silu' is not supported, only 'relu2'"):
+        parse_spec({**MINITRON_4B, "hidden_act": "silu"})
+
+
 def test_heads_of_laguna() -> None:
     spec = parse_spec(LAGUNA_XS_2)
     few, many = LayerHeads(48, 8, 128), LayerHeads(64, 8, 128)
@@ -1737,6 +1750,7 @@ def test_every_architecture_is_tested() -> None:
             CWM,
             KOLIBRI_1,
             LAGUNA_XS_2,
+            MINITRON_4B,
             FLEX_OLMO_7X7B,
             GEMMA_7B,
             GEMMA_2_9B,

@@ -19,13 +19,14 @@ class RoutingRule:
 
     A router's logits become scores: their softmax, or with ``sigmoid`` the sigmoid of each. The
     experts with the highest scores are taken; if ``corrected``, those with the highest sums of
-    score and a learned bias of the expert, which evens out their loads (arXiv 2408.15664). Experts
-    are in ``num_groups`` groups of neighbours; only ``top_groups`` groups count, those whose
-    ``best_of_group`` best experts have the highest sums. The weight of an expert is its score,
-    without the bias, times ``scale``; with ``normalize`` the score is first divided by the sum over
-    the token's experts, and if ``scaled`` the weight is multiplied by a learned factor of the
-    expert. If ``in_float32``, the checkpoint keeps routers in this type. Raises ``ConfigError`` if
-    the numbers do not go together.
+    score and a learned bias of the expert, which evens out their loads (arXiv 2408.15664); with
+    ``corrects_logits`` those with the highest sums of logit and bias. Experts are in ``num_groups``
+    groups of neighbours; only ``top_groups`` groups count, those whose ``best_of_group`` best
+    experts have the highest sums. The weight of an expert is its score, without the bias, times
+    ``scale``; with ``normalize`` the score is first divided by the sum over the token's experts,
+    and if ``scaled`` the weight is multiplied by a learned factor of the expert. If ``in_float32``,
+    the checkpoint keeps routers in this type. Raises ``ConfigError`` if the numbers do not go
+    together.
     """
 
     num_experts: int
@@ -33,6 +34,7 @@ class RoutingRule:
     normalize: bool
     sigmoid: bool = False
     corrected: bool = False
+    corrects_logits: bool = False
     scale: float = 1.0
     num_groups: int = 1
     top_groups: int = 1

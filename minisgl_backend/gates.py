@@ -1,7 +1,8 @@
-"""The gates of feed-forward blocks, as config.json describes them: plain facts, without tensors.
+"""The gates of feed-forward blocks and of attention, as config.json describes them: plain facts,
+without tensors.
 
-A block has gates and ups; its down projection reads gate(gates) * ups. Blocks without gates, as
-Nemotron's, read the square of ReLU of their ups.
+A block has gates and ups; its down projection reads gate(gates) * ups. Blocks without gates have an
+activation instead, and read activation(ups).
 """
 
 from __future__ import annotations
@@ -11,6 +12,13 @@ from typing import Literal, TypeAlias
 
 Gate: TypeAlias = Literal["silu", "gelu"]
 """SiLU, as in Llama, or GELU approximated by tanh, as in Gemma."""
+
+OutputGate: TypeAlias = Literal["sigmoid", "softplus"]
+"""What opens the gates of attention's output, as in Qwen3-Next or as in Laguna."""
+
+Activation: TypeAlias = Literal["relu2", "gelu", "xielu"]
+"""The square of ReLU, as in Nemotron, GELU approximated by tanh, as in StarCoder 2, or xIELU, whose
+numbers are learned, as in Apertus."""
 
 
 @dataclass(frozen=True, slots=True)

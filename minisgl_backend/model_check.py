@@ -87,7 +87,7 @@ def check_invariant_spec(spec: ModelSpec) -> None:
         "quantized weights": spec.weights is not None,
         "recurrent layers": spec.recurrent is not None,
         "latent attention": spec.latent is not None,
-        "layers that differ in their heads": bool(spec.kv_heads),
+        "layers that differ in their heads": bool(spec.heads),
         "layers with inputs of their own": spec.layer_inputs is not None or spec.scaled_layers,
         "attention sinks": spec.sinks,
         "bounded scores": spec.score_cap != 0,
@@ -216,8 +216,8 @@ def num_adapted(spec: ModelSpec) -> int:
     hidden, found = spec.hidden_size, 0
     for layer in range(spec.num_layers):
         if spec.attends(layer):
-            heads = spec.kv_heads_of(layer)
-            num_outs = 2 * (spec.num_heads + heads.num_kv_heads) * heads.head_dim
+            heads = spec.heads_of(layer)
+            num_outs = 2 * (heads.num_heads + heads.num_kv_heads) * heads.head_dim
             found += (4 + spec.gates_apart) * hidden + num_outs + spec.num_gates(layer)
         inner: int | None = spec.intermediate_size_of(layer)
         if spec.moe is not None and layer in spec.moe.layers and not spec.moe.beside:

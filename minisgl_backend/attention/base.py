@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
+from minisgl_backend.errors import ConfigError
 from minisgl_backend.kernels.paged_kv import PagedKV
 from minisgl_backend.plan import NO_GROUPS, Groups
 from minisgl_backend.request import IntArray
@@ -28,11 +29,23 @@ if TYPE_CHECKING:  # ``models.spec`` imports this module and needs no torch
 
 
 @dataclass(frozen=True, slots=True)
-class KVHeads:
-    """The number of a layer's KV heads, and the size of all its heads."""
+class LayerHeads:
+    """The numbers of a layer's heads of queries and of keys and values, and the size of all."""
 
+    num_heads: int
     num_kv_heads: int
     head_dim: int
+
+    def of_rank(self, num_ranks: int) -> LayerHeads:
+        """The heads of one of ``num_ranks`` ranks; raises ``ConfigError`` if they do not split. If
+        there are more ranks than KV heads, several ranks hold the same one."""
+        heads, kv_heads = self.num_heads, self.num_kv_heads
+        if heads % num_ranks or (kv_heads % num_ranks and num_ranks % kv_heads):
+            raise ConfigError(
+                f"{heads} attention heads and {kv_heads} key-value heads cannot be split evenly "
+                f"over {num_ranks} tensor-parallel ranks"
+            )
+        return LayerHeads(heads // num_ranks, max(1, kv_heads // num_ranks), self.head_dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +65,11 @@ class AttentionShape:
     sections of the sequence, all of one size, and a token sees nothing before its section
     (``attention.sections``). The scores, q k^T, are multiplied by ``scale``. Unless ``cap`` c is 0,
     it then bounds scores s as c tanh(s / c). With ``sinks`` each layer has sinks (``PagedKV``).
-    ``by_layer`` has one entry per layer, unless all layers have ``num_kv_heads`` heads of size
-    ``head_dim``. ``window_pages``: layers with windows have their own pages and page table
-    (``cache.windows``); never if ``one_pool``. ``latent_dim``: pages hold latents, and a head's
-    values are the first ``latent_dim`` elements of its keys (``PagedKV``); ``expanded`` are the
-    keys and values that can be made of a latent.
+    ``by_layer`` has one entry per layer, unless all layers have the same heads. ``window_pages``:
+    layers with windows have their own pages and page table (``cache.windows``); never if
+    ``one_pool``. ``latent_dim``: pages hold latents, and a head's values are the first
+    ``latent_dim`` elements of its keys (``PagedKV``); ``expanded`` are the keys and values that can
+    be made of a latent.
     """
 
     num_heads: int
@@ -67,7 +80,7 @@ class AttentionShape:
     cap: float = 0.0
     sections: bool = False
     sinks: bool = False
-    by_layer: tuple[KVHeads, ...] = ()
+    by_layer: tuple[LayerHeads, ...] = ()
     window_pages: bool = False
     one_pool: bool = False
     latent_dim: int | None = None
@@ -111,8 +124,8 @@ class AttentionShape:
     @property
     def kinds(self) -> tuple[tuple[AttentionShape, tuple[int, ...]], ...]:
         """Shapes whose layers are all alike, each with the indices of its layers."""
-        found: dict[tuple[KVHeads, bool, bool], list[int]] = {}
-        same = KVHeads(self.num_kv_heads, self.head_dim)
+        found: dict[tuple[LayerHeads, bool, bool], list[int]] = {}
+        same = LayerHeads(self.num_heads, self.num_kv_heads, self.head_dim)
         for layer, heads in enumerate(self.by_layer or [same] * self.num_layers):
             has_window = self.windows[layer] is not None
             own = self.sections and has_window, self.window_pages and has_window
@@ -121,6 +134,7 @@ class AttentionShape:
             (
                 replace(
                     self,
+                    num_heads=heads.num_heads,
                     num_kv_heads=heads.num_kv_heads,
                     head_dim=heads.head_dim,
                     windows=tuple(self.windows[layer] for layer in layers),
@@ -356,15 +370,15 @@ class PagedAttention:
             return AttendExpanded(alone, num_decodes, expanded)
         attend_chunks = self.prefill.plan_chunks(chunks)
         attend_rows = None if decodes is None else self.decode.plan_rows(decodes)
-        outs: dict[int, Tensor] = {}  # by the size of values
+        outs: dict[tuple[int, int], Tensor] = {}  # by the number of heads and the size of values
 
         def attend(q: Tensor, kv: PagedKV, layer: int) -> Tensor:
-            size = kv.values.shape[-1]
-            out = outs.get(size)
+            shape = q.shape[1], kv.values.shape[-1]
+            out = outs.get(shape)
             if out is None:
                 # Padding after the chunks is either computed as decodes of the dummy row, or stays
                 # 0 in all layers. So what it stores in the dummy page is finite.
-                out = outs[size] = q.new_zeros(*q.shape[:-1], size)
+                out = outs[shape] = q.new_zeros(len(q), *shape)
             if attend_rows is not None:
                 attend_rows(out[:num_decodes], q[:num_decodes], kv, layer)
             attend_chunks(out, q, kv, layer)

@@ -158,8 +158,8 @@ def _by_layer(option: str | None, setting: AttentionSetting) -> PagedAttention:
     has_schedule = any(isinstance(backend.decode, ScheduledDecode) for backend in backends)
     if has_schedule and setting.shape.by_layer:
         raise ConfigError(
-            f"attention_backend {backends[0].name} is not offered for models whose layers have "
-            "heads of different sizes"
+            f"attention_backend {backends[0].name} is not offered for models whose layers differ "
+            "in their heads"
         )
     places = {
         layer: (kind, own_index)

@@ -1,7 +1,7 @@
 """The gates of feed-forward blocks (arXiv 2002.05202), Llama's silu(gate) * up and Gemma's with the
-tanh approximation of GELU (arXiv 1606.08415); the square of ReLU (arXiv 2109.08668) of blocks
-without gates; the gate of attention's output (arXiv 2505.06708); and Gemma's bound of logits (arXiv
-2408.00118).
+tanh approximation of GELU (arXiv 1606.08415); what blocks without gates have instead, this GELU,
+the square of ReLU (arXiv 2109.08668) and xIELU (arXiv 2411.13010); the gate of attention's output
+(arXiv 2505.06708); and Gemma's bound of logits (arXiv 2408.00118).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minisgl_backend.gates import Gate
+from minisgl_backend.gates import Gate, OutputGate
 from minisgl_backend.kernels.dispatch import at_least_float32, use_triton
 
 
@@ -51,10 +51,10 @@ def squared_relu(x: Tensor, *, pdl: bool = False) -> Tensor:
     """max(x, 0)^2 in float32, rounded once, for a contiguous ``x`` [num_tokens, size]."""
     if not use_triton(x):
         return squared_relu_reference(x)
-    from minisgl_backend.kernels.triton_kernels.layer_kernels import launch_squared_relu
+    from minisgl_backend.kernels.triton_kernels.layer_kernels import launch_activate
 
     out = torch.empty_like(x)
-    launch_squared_relu(out, x, pdl=pdl)
+    launch_activate(out, x, gelu=False, pdl=pdl)
     return out
 
 
@@ -63,24 +63,68 @@ def squared_relu_reference(x: Tensor) -> Tensor:
     return at_least_float32(x).relu().square().to(x.dtype)
 
 
-def sigmoid_mul(x: Tensor, gate: Tensor, *, pdl: bool = False) -> Tensor:
-    """x * sigmoid(gate) in float32, rounded once.
+def gelu(x: Tensor, *, pdl: bool = False) -> Tensor:
+    """GELU, approximated by tanh, in float32, rounded once, for a contiguous ``x`` [num_tokens,
+    size]."""
+    if not use_triton(x):
+        return gelu_reference(x)
+    from minisgl_backend.kernels.triton_kernels.layer_kernels import launch_activate
+
+    out = torch.empty_like(x)
+    launch_activate(out, x, gelu=True, pdl=pdl)
+    return out
+
+
+def gelu_reference(x: Tensor) -> Tensor:
+    """The twin of ``gelu``; float64 stays float64."""
+    return F.gelu(at_least_float32(x), approximate="tanh").to(x.dtype)
+
+
+def xielu(x: Tensor, numbers: Tensor, *, pdl: bool = False) -> Tensor:
+    """xIELU in float32, rounded once, for a contiguous ``x`` [num_tokens, size].
+
+    ``numbers`` [4], of the same type, are p, n, beta and eps. With a = softplus(p) and b = beta +
+    softplus(n), the result is a x^2 + beta x where x is above 0, and elsewhere b (exp(min(x, eps))
+    - 1 - x) + beta x.
+    """
+    if not use_triton(x):
+        return xielu_reference(x, numbers)
+    from minisgl_backend.kernels.triton_kernels.layer_kernels import launch_xielu
+
+    out = torch.empty_like(x)
+    launch_xielu(out, x, numbers, pdl=pdl)
+    return out
+
+
+def xielu_reference(x: Tensor, numbers: Tensor) -> Tensor:
+    """The twin of ``xielu``; float64 stays float64."""
+    wide = at_least_float32(x)
+    p, n, beta, eps = at_least_float32(numbers).unbind()
+    below = (torch.minimum(wide, eps).expm1() - wide) * (beta + F.softplus(n))
+    curve = torch.where(wide > 0, F.softplus(p) * wide.square(), below)
+    return (curve + beta * wide).to(x.dtype)
+
+
+def gate_output(x: Tensor, gate: Tensor, function: OutputGate, *, pdl: bool = False) -> Tensor:
+    """x * ``function``(gate) in float32, rounded once.
 
     ``x`` [num_tokens, num_heads, head_dim] is contiguous. ``gate`` has that shape, and its tokens
     and heads may be strided. Returns [num_tokens, num_heads * head_dim].
     """
     if not use_triton(x):
-        return sigmoid_mul_reference(x, gate)
-    from minisgl_backend.kernels.triton_kernels.layer_kernels import launch_sigmoid_mul
+        return gate_output_reference(x, gate, function)
+    from minisgl_backend.kernels.triton_kernels.layer_kernels import launch_gate_output
 
     out = torch.empty((len(x), x[0].numel()), dtype=x.dtype, device=x.device)
-    launch_sigmoid_mul(out, x, gate, pdl=pdl)
+    launch_gate_output(out, x, gate, softplus=function == "softplus", pdl=pdl)
     return out
 
 
-def sigmoid_mul_reference(x: Tensor, gate: Tensor) -> Tensor:
-    """The twin of ``sigmoid_mul``; float64 stays float64."""
-    return (at_least_float32(x) * at_least_float32(gate).sigmoid()).to(x.dtype).flatten(1)
+def gate_output_reference(x: Tensor, gate: Tensor, function: OutputGate) -> Tensor:
+    """The twin of ``gate_output``; float64 stays float64."""
+    wide = at_least_float32(gate)
+    opened = wide.sigmoid() if function == "sigmoid" else F.softplus(wide)
+    return (at_least_float32(x) * opened).to(x.dtype).flatten(1)
 
 
 def soft_cap(x: Tensor, cap: float) -> None:

@@ -168,8 +168,10 @@ def cut_of(
 
 
 def knows(rule: RoutingRule) -> bool:
-    """Whether the kernels can choose by this rule: not from too many experts or groups, and not too
-    many of them."""
+    """Whether the kernels can choose by this rule: not from too many experts or groups, not too
+    many of them, and not by corrected logits."""
+    if rule.corrects_logits:
+        return False
     few = rule.num_experts <= _MAX_EXPERTS and rule.top_k <= _MAX_CHOICES
     return few and (not rule.limits_groups or rule.num_groups <= _MAX_GROUPS)
 

@@ -1,5 +1,6 @@
 """RMSNorm (arXiv 1910.07467): alone, after a residual add, and before it. If ``centered``, the
-mean is first subtracted from x, which makes it LayerNorm without a bias."""
+mean is first subtracted from x, and a ``bias`` [hidden_size] may be added to the result: both make
+it LayerNorm (arXiv 1607.06450)."""
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ def rms_norm(
     eps: float,
     *,
     centered: bool = False,
+    bias: Tensor | None = None,
     out: Tensor | None = None,
     pdl: bool = False,
 ) -> Tensor:
@@ -27,20 +29,23 @@ def rms_norm(
     the shape and dtype of ``x``, and is in ``out`` if that is given; ``out`` may be ``x``.
     """
     if not use_triton(x):
-        normed = rms_norm_reference(x, weight, eps, centered=centered)
+        normed = rms_norm_reference(x, weight, eps, centered=centered, bias=bias)
         return normed if out is None else out.copy_(normed)
     from minisgl_backend.kernels.triton_kernels.layer_kernels import launch_rms_norm
 
     if out is None:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    launch_rms_norm(out, x, None, weight, eps, centered=centered, pdl=pdl)
+    launch_rms_norm(out, x, None, weight, eps, centered=centered, bias=bias, pdl=pdl)
     return out
 
 
-def rms_norm_reference(x: Tensor, weight: Tensor, eps: float, *, centered: bool = False) -> Tensor:
+def rms_norm_reference(
+    x: Tensor, weight: Tensor, eps: float, *, centered: bool = False, bias: Tensor | None = None
+) -> Tensor:
     """The twin of ``rms_norm``, for weights in the dtype of ``x``; float64 stays float64."""
     if centered:
-        return F.layer_norm(x, weight.shape, weight, None, eps)
+        return F.layer_norm(x, weight.shape, weight, bias, eps)
+    assert bias is None
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
@@ -58,6 +63,7 @@ def fused_add_rms_norm(
     eps: float,
     *,
     centered: bool = False,
+    bias: Tensor | None = None,
     pdl: bool = False,
 ) -> Tensor:
     """residual += x in place; returns ``rms_norm`` of the sum, rounded to its dtype first.
@@ -65,19 +71,25 @@ def fused_add_rms_norm(
     ``x``, ``residual`` [num_tokens, hidden_size] of one dtype; ``weight`` [hidden_size].
     """
     if not use_triton(x):
-        return fused_add_rms_norm_reference(x, residual, weight, eps, centered=centered)
+        return fused_add_rms_norm_reference(x, residual, weight, eps, centered=centered, bias=bias)
     from minisgl_backend.kernels.triton_kernels.layer_kernels import launch_rms_norm
 
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    launch_rms_norm(out, x, residual, weight, eps, centered=centered, pdl=pdl)
+    launch_rms_norm(out, x, residual, weight, eps, centered=centered, bias=bias, pdl=pdl)
     return out
 
 
 def fused_add_rms_norm_reference(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, centered: bool = False
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    centered: bool = False,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """The twin of ``fused_add_rms_norm``."""
-    return rms_norm_reference(residual.add_(x), weight, eps, centered=centered)
+    return rms_norm_reference(residual.add_(x), weight, eps, centered=centered, bias=bias)
 
 
 def fused_rms_norm_add(

@@ -78,7 +78,7 @@ def choose(
     compared = scores
     scores = scores.sigmoid() if rule.sigmoid else scores.softmax(dim=-1)
     if correction is not None:
-        compared = scores + correction
+        compared = (compared if rule.corrects_logits else scores) + correction
     elif rule.limits_groups or not rule.sigmoid:
         compared = scores  # otherwise logits, which differ even if sigmoids round to 1
     if rule.limits_groups:

@@ -5,17 +5,18 @@ Must not know rows, pages, or which layer it is in.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor, nn
 
-from minisgl_backend.gates import Gate
-from minisgl_backend.kernels.activation import squared_relu
+from minisgl_backend.gates import Activation, Gate
+from minisgl_backend.kernels.activation import gelu, squared_relu, xielu
 from minisgl_backend.kernels.adapters import AdaptedTokens
 from minisgl_backend.layers.linear import MergedColumnLinear, RowLinear
 from minisgl_backend.layers.norm import Normed, RMSNorm
 from minisgl_backend.layers.quantized_matrix import Matrices
-from minisgl_backend.layers.weight_place import even_share
+from minisgl_backend.layers.weight_place import WeightPlace, empty_parameter, even_share
 from minisgl_backend.parallel.group import Group
 
 if TYPE_CHECKING:
@@ -108,7 +109,8 @@ class GatedMLP(nn.Module):
 
 
 class UngatedMLP(nn.Module):
-    """The block of Nemotron (``FeedForward``): down(relu(up(x))^2)."""
+    """The block of Nemotron (``FeedForward``): down(relu(up(x))^2), or with another
+    ``activation``."""
 
     def __init__(
         self,
@@ -119,10 +121,13 @@ class UngatedMLP(nn.Module):
         bias: bool,
         group: Group,
         matrices: Matrices,
+        activation: Activation = "relu2",
     ):
         """``name`` is the module's in the checkpoint."""
         super().__init__()
         share = even_share(intermediate_size, group, "intermediate_size")
+        self.act_fn = Xielu() if activation == "xielu" else None
+        self._activate = gelu if activation == "gelu" else squared_relu
         self.up_proj = MergedColumnLinear(
             name, hidden_size, {"up_proj": share}, bias=bias, matrices=matrices
         )
@@ -161,4 +166,22 @@ class UngatedMLP(nn.Module):
 
     def _inner(self, x: Normed, pdl: bool, adapted: AdaptedTokens | None) -> Normed:
         """[num_tokens, this rank's share of intermediate_size]"""
-        return Normed(squared_relu(self.up_proj(x, pdl=pdl, adapted=adapted), pdl=pdl))
+        ups = self.up_proj(x, pdl=pdl, adapted=adapted)
+        if self.act_fn is not None:
+            return Normed(xielu(ups, self.act_fn.numbers, pdl=pdl))
+        return Normed(self._activate(ups, pdl=pdl))
+
+
+class Xielu(nn.Module):
+    """The learned ``numbers`` of a layer's xIELU, as ``kernels.activation.xielu`` takes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = empty_parameter(4)
+
+    def places(self) -> Iterator[tuple[str, WeightPlace]]:
+        numbers = self.numbers.data
+        yield "alpha_p", WeightPlace(numbers[:1], (1,))
+        yield "alpha_n", WeightPlace(numbers[1:2], (1,))
+        yield "beta", WeightPlace(numbers[2], ())
+        yield "eps", WeightPlace(numbers[3], ())

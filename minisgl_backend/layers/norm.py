@@ -35,8 +35,8 @@ from minisgl_backend.parallel.group import Group
 class RMSNorm(nn.Module):
     """The weight of x / rms(x) * weight over hidden states; ``kernels.rms_norm`` computes it.
 
-    The weight is (offset + the checkpoint's) * scale. If ``centered``, it is a LayerNorm's. Few
-    kernels know these, so such a norm is never left to its reader.
+    The weight is (offset + the checkpoint's) * scale. If ``centered``, it is a LayerNorm's, perhaps
+    with a ``bias``. Few kernels know these, so such a norm is never left to its reader.
     """
 
     rounding: Callable[[int], int | None] | None = None
@@ -51,14 +51,18 @@ class RMSNorm(nn.Module):
         scale: float = 1.0,
         offset: float = 0.0,
         centered: bool = False,
+        biased: bool = False,
     ):
         super().__init__()
         self.weight = empty_parameter(size)
+        self.bias = empty_parameter(size) if biased else None
         self.eps = eps
         self.scale, self.offset, self.centered = scale, offset, centered
 
     def places(self) -> Iterator[tuple[str, WeightPlace]]:
         yield "weight", whole(self.weight, scale=self.scale, offset=self.offset)
+        if self.bias is not None:
+            yield "bias", whole(self.bias, scale=self.scale)
 
 
 class HeadNorm(nn.Module):
@@ -173,7 +177,9 @@ class Normed:
         if self.norm is None:
             return self.x
         norm = self.norm
-        return rms_norm(self.x, norm.weight, norm.eps, centered=norm.centered, pdl=pdl)
+        return rms_norm(
+            self.x, norm.weight, norm.eps, centered=norm.centered, bias=norm.bias, pdl=pdl
+        )
 
     def in_float8(self, group: int, *, pdl: bool) -> Float8Rows:
         """The same in 8 bits, if possible rounded by the kernel that completes it. ``group``
@@ -201,13 +207,15 @@ def add_sum(residual: Tensor, part: Tensor, norm: RMSNorm, group: Group, *, pdl:
     ``part``, ``residual`` [num_tokens, hidden_size]. May overwrite ``part``. ``pdl``: see
     ``FusedSum``.
     """
-    weight, eps, centered = norm.weight, norm.eps, norm.centered
+    weight, eps = norm.weight, norm.eps
     if group.fused is not None and is_sum_fused(group, norm, len(part), part.dtype):
         return Normed(group.fused.add_rms_norm(part, residual, weight, eps, pdl=pdl))
     part = group.all_reduce(part)
     neighbours = None if norm.rounding is None else norm.rounding(len(part))
     if neighbours is None:
-        normed = fused_add_rms_norm(part, residual, weight, eps, centered=centered, pdl=pdl)
+        normed = fused_add_rms_norm(
+            part, residual, weight, eps, centered=norm.centered, bias=norm.bias, pdl=pdl
+        )
         return Normed(normed)
     rounded = rms_norm_float8(part, residual, weight, eps, neighbours, pdl=pdl)
     return Normed(residual, norm, rounded=rounded)

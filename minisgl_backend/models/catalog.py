@@ -19,8 +19,9 @@ from minisgl_backend.errors import ConfigError
 from minisgl_backend.models.checkpoint import head_and_embedding, is_headless
 from minisgl_backend.models.config_json import ConfigReader, read_json
 from minisgl_backend.models.families.afmoe import read_afmoe
+from minisgl_backend.models.families.apertus import read_apertus
 from minisgl_backend.models.families.bamba import read_bamba
-from minisgl_backend.models.families.cohere import read_cohere, read_cohere2
+from minisgl_backend.models.families.cohere import read_cohere, read_cohere2, read_cohere2_moe
 from minisgl_backend.models.families.deepseek import (
     read_deepseek_v2,
     read_deepseek_v3,
@@ -66,10 +67,14 @@ from minisgl_backend.models.families.granite import (
 )
 from minisgl_backend.models.families.hunyuan import read_hunyuan_dense, read_hunyuan_moe
 from minisgl_backend.models.families.hyperclova import read_hyperclovax
+from minisgl_backend.models.families.jais import read_jais2
 from minisgl_backend.models.families.kimi_linear import read_kimi_linear
+from minisgl_backend.models.families.kolibri import read_kolibri1
+from minisgl_backend.models.families.laguna import read_laguna
 from minisgl_backend.models.families.lfm import read_lfm2, read_lfm2_moe, read_lfm3
 from minisgl_backend.models.families.llama import (
     read_arcee,
+    read_cwm,
     read_internlm3,
     read_iquest_coder,
     read_llama,
@@ -77,6 +82,7 @@ from minisgl_backend.models.families.llama import (
     read_smollm3,
 )
 from minisgl_backend.models.families.llama4 import read_llama4, read_llama4_text
+from minisgl_backend.models.families.minitron import read_nemotron
 from minisgl_backend.models.families.mistral import (
     read_ministral,
     read_ministral3,
@@ -100,6 +106,7 @@ from minisgl_backend.models.families.multimodal import (
 )
 from minisgl_backend.models.families.nemotron import read_nemotron_h
 from minisgl_backend.models.families.olmo import (
+    read_flex_olmo,
     read_olmo2,
     read_olmo3,
     read_olmo_hybrid,
@@ -124,6 +131,7 @@ from minisgl_backend.models.families.qwen_hybrid import (
     read_qwen3_5_multimodal,
     read_qwen3_next,
 )
+from minisgl_backend.models.families.starcoder import read_starcoder2
 from minisgl_backend.models.quantization import modelopt_file, read_quantization
 from minisgl_backend.models.spec import ModelSpec
 
@@ -287,6 +295,9 @@ ARCHITECTURES: Final[Mapping[str, Callable[[ConfigReader], ModelSpec]]] = Mappin
         "Olmo3ForCausalLM": read_olmo3,
         "OlmoeForCausalLM": read_olmoe,
         "OlmoHybridForCausalLM": read_olmo_hybrid,
+        "LagunaForCausalLM": read_laguna,
+        "Kolibri1ForCausalLM": read_kolibri1,
+        "FlexOlmoForCausalLM": read_flex_olmo,
         "Exaone4ForCausalLM": read_exaone4,
         "Exaone4_5_ForConditionalGeneration": read_exaone4_5,
         "ExaoneMoeForCausalLM": read_exaone_moe,
@@ -316,11 +327,17 @@ ARCHITECTURES: Final[Mapping[str, Callable[[ConfigReader], ModelSpec]]] = Mappin
         "SmolLM3ForCausalLM": read_smollm3,
         "GptOssForCausalLM": read_gpt_oss,
         "NemotronHForCausalLM": read_nemotron_h,
+        "NemotronForCausalLM": read_nemotron,
         "BambaForCausalLM": read_bamba,
         "FalconH1ForCausalLM": read_falcon_h1,
+        "ApertusForCausalLM": read_apertus,
         "ArceeForCausalLM": read_arcee,
+        "CwmForCausalLM": read_cwm,
+        "Starcoder2ForCausalLM": read_starcoder2,
+        "Jais2ForCausalLM": read_jais2,
         "CohereForCausalLM": read_cohere,
         "Cohere2ForCausalLM": read_cohere2,
+        "Cohere2MoeForCausalLM": read_cohere2_moe,
         "GemmaForCausalLM": read_gemma,
         "Gemma2ForCausalLM": read_gemma2,
         "Lfm2ForCausalLM": read_lfm2,

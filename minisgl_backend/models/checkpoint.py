@@ -274,11 +274,11 @@ def check_weights(spec: ModelSpec, files: WeightFiles) -> None:
             "kv_lora_rank": latent.latent_dim,
         }
     for layer in spec.attention_layers[:1] if latent is None else ():
-        heads = spec.kv_heads_of(layer)
+        heads = spec.heads_of(layer)
         attention = f"model.layers.{layer}.self_attn"
         times = 2 if spec.gated_attention and not spec.gates_apart else 1
         expected[f"{attention}.q_proj"] = {
-            "num_attention_heads x head_dim": times * spec.num_heads * heads.head_dim,
+            "num_attention_heads x head_dim": times * heads.num_heads * heads.head_dim,
             "hidden_size": spec.hidden_size,
         }
         expected[f"{attention}.k_proj"] = {

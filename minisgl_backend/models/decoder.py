@@ -37,6 +37,7 @@ from minisgl_backend.layers.norm import Normed, add_sum, is_sum_fused
 from minisgl_backend.layers.quantized_matrix import Matrices
 from minisgl_backend.models.decoder_layers import (
     DecoderLayer,
+    LayerNormLayer,
     MakeExperts,
     ParallelLayer,
     PostNormLayer,
@@ -60,7 +61,9 @@ _PDL_HIDDEN_SIZE: Final = 5376
 _PDL_TOKENS: Final = 256
 """Up to these sizes, starting kernels early (PDL) is at least as fast on an H200."""
 
-Layer: TypeAlias = DecoderLayer | SinglePartLayer | ParallelLayer | PostNormLayer | Gemma4Layer
+Layer: TypeAlias = (
+    DecoderLayer | SinglePartLayer | ParallelLayer | LayerNormLayer | PostNormLayer | Gemma4Layer
+)
 
 
 class _Body(nn.Module):
@@ -334,6 +337,8 @@ def _layer(
         return SinglePartLayer(spec, layer, group, matrices, experts)
     if spec.parallel_parts:
         return ParallelLayer(spec, layer, group, matrices, experts)
+    if spec.centered_norms:
+        return LayerNormLayer(spec, layer, group, matrices, experts)
     if spec.norms_of(layer) == "before":
         return DecoderLayer(spec, layer, group, matrices, experts)
     return PostNormLayer(spec, layer, group, matrices, experts)

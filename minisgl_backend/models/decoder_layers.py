@@ -207,6 +207,37 @@ class PostNormLayer(nn.Module):
         return residual, x
 
 
+class LayerNormLayer(_TwoPartLayer):
+    """Token mixing and feed-forward, each on a LayerNorm of the residual stream and added to it
+    (StarCoder 2). Each norm is complete before it is read."""
+
+    self_attn: SelfAttention
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        layer: int,
+        group: Group,
+        matrices: Matrices,
+        experts: MakeExperts,
+    ):
+        super().__init__(spec, layer, group, matrices, experts)
+        assert isinstance(self.mixer, SelfAttention)  # others add their output themselves
+        self.post_attention_layernorm = residual_norm(spec)
+        self._group = group
+
+    def forward(
+        self, residual: Tensor, x: Normed, next_norm: RMSNorm | None, step: StepContext
+    ) -> tuple[Tensor, Normed]:
+        """As ``DecoderLayer.forward``."""
+        assert next_norm is not None
+        group, pdl = self._group, step.pdl
+        part = self.self_attn.part(Normed(x.normalized(pdl=pdl)), step)
+        x = add_sum(residual, part, self.post_attention_layernorm, group, pdl=pdl)
+        part = self.mlp.part(x, pdl=pdl, adapted=step.adapted)
+        return residual, add_sum(residual, part, next_norm, group, pdl=pdl)
+
+
 class ParallelLayer(_TwoPartLayer):
     """A layer whose parts read the same norm of the residual stream, and are both added to it
     (Command). The ranks' sum of both is one."""
@@ -244,6 +275,7 @@ def residual_norm(spec: ModelSpec, scale: float = 1.0) -> RMSNorm:
         scale=scale,
         offset=spec.norm_offset,
         centered=spec.centered_norms,
+        biased=spec.norm_biases,
     )
 
 
@@ -252,7 +284,14 @@ def _plain_mlp(
 ) -> GatedMLP | UngatedMLP:
     name, sizes = f"model.layers.{layer}.mlp", (spec.hidden_size, spec.intermediate_size)
     if spec.gate is None:
-        return UngatedMLP(name, *sizes, bias=spec.mlp_bias, group=group, matrices=matrices)
+        return UngatedMLP(
+            name,
+            *sizes,
+            bias=spec.mlp_bias,
+            group=group,
+            matrices=matrices,
+            activation=spec.activation,
+        )
     return GatedMLP(
         name, *sizes, bias=spec.mlp_bias, group=group, matrices=matrices, gate=spec.gate
     )

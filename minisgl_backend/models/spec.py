@@ -10,10 +10,10 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal, TypeAlias
 
-from minisgl_backend.attention.base import AttentionShape, ExpandedHeads, KVHeads
+from minisgl_backend.attention.base import AttentionShape, ExpandedHeads, LayerHeads
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.experts_spec import ExpertsSpec
-from minisgl_backend.gates import Gate
+from minisgl_backend.gates import Activation, Gate, OutputGate
 from minisgl_backend.models.tensor_names import TensorNames
 from minisgl_backend.weight_format import WeightFormats
 
@@ -392,30 +392,31 @@ class ModelSpec:
     position. ``norms``: whether a layer's parts normalize their inputs, or their outputs before
     they are added to the residual stream, or both; "by mixer": outputs in layers with attention,
     and inputs in the others. ``norm_offset`` is added to the weights of all norms. With
-    ``centered_norms`` norms of the residual stream first subtract the mean: they are LayerNorms
-    without biases; only with ``parallel_parts``, by which both parts of a layer read the same norm
-    of its input, and both are added to it; then ``norms`` are those of inputs, and each layer has
-    attention. ``gate``: that of feed-forward blocks other than experts; None: they have no gates,
-    but the square of ReLU. ``attention_scale`` multiplies the scores, by default head_dim to the
-    power of -1/2; ``score_cap`` then bounds them as ``logit_cap`` bounds logits.
-    ``embedding_scale`` multiplies the embeddings, ``branch_scale`` what each part of a layer adds
-    to the residual stream, and ``logit_scale`` the logits. ``gated_attention``: attention's output
-    is multiplied by a gate computed from its input; with ``gates_apart`` by a projection of its
-    own, otherwise by that of the queries. With ``head_gates``, which are apart, the gate of a head
-    is one number. ``sinks``: the softmax of each head has one more score, which is learned.
+    ``parallel_parts`` both parts of a layer read the same norm of its input, and both are added to
+    it. With ``centered_norms`` norms of the residual stream first subtract the mean: they are
+    LayerNorms, whose biases are ``norm_biases``. With either, ``norms`` are those of inputs, and
+    each layer has attention and a feed-forward block. ``gate``: that of feed-forward blocks other
+    than experts; None: they have no gates, but an ``activation``. ``attention_scale`` multiplies
+    the scores, by default head_dim to the power of -1/2; ``score_cap`` then bounds them as
+    ``logit_cap`` bounds logits. ``embedding_scale`` multiplies the embeddings, ``branch_scale``
+    what each part of a layer adds to the residual stream, and ``logit_scale`` the logits.
+    ``gated_attention``: attention's output is multiplied by a gate computed from its input; with
+    ``gates_apart`` by a projection of its own, otherwise by that of the queries. With
+    ``head_gates``, which are apart, the gate of a head is one number. ``output_gate`` is the gate's
+    function. ``sinks``: the softmax of each head has one more score, which is learned.
     ``recurrent`` describes the layers that mix tokens without attention or, with
     ``parallel_mixers``, by both: the layer adds what attention and the other make of the same
     input. With ``single_parts`` each layer is only token mixing, or only a feed-forward block, with
     one norm; there is one entry per layer.
 
-    ``kv_heads`` has one entry per layer, unless all layers have ``num_kv_heads`` heads of size
-    ``head_dim``; so has ``intermediate_sizes``, unless all feed-forward blocks have the same width.
-    The last layers may lack their own keys and values: for each layer, ``kv_sources`` has the layer
-    whose keys and values it reads. With ``value_norm`` values are normalized by head, without
-    weights; in the layers of ``keys_are_values`` the values are the projections of keys.
-    ``layer_inputs`` describes what layers read besides the residual stream. With ``scaled_layers``
-    each layer multiplies its output by a number. If ``logit_cap`` c is not 0, it bounds logits x as
-    c tanh(x / c).
+    ``heads`` has one entry per layer, unless all layers have ``num_heads`` heads of queries and
+    ``num_kv_heads`` of keys and values, of size ``head_dim``; so has ``intermediate_sizes``, unless
+    all feed-forward blocks have the same width. The last layers may lack their own keys and values:
+    for each layer, ``kv_sources`` has the layer whose keys and values it reads. With ``value_norm``
+    values are normalized by head, without weights; in the layers of ``keys_are_values`` the values
+    are the projections of keys. ``layer_inputs`` describes what layers read besides the residual
+    stream. With ``scaled_layers`` each layer multiplies its output by a number. If ``logit_cap`` c
+    is not 0, it bounds logits x as c tanh(x / c).
 
     With ``latent`` all attention is multi-head latent attention. Pages hold the latents: they are
     the only KV head, whose ``head_dim`` is that of latent and rotated key together.
@@ -443,8 +444,10 @@ class ModelSpec:
     norms: Norms | Literal["by mixer"] = "before"
     norm_offset: float = 0.0
     centered_norms: bool = False
+    norm_biases: bool = False
     parallel_parts: bool = False
     gate: Gate | None = "silu"
+    activation: Activation = "relu2"
     ropes: tuple[RopeSpec | None, ...] = ()
     attention_scale: float | None = None
     score_cap: float = 0.0
@@ -452,13 +455,14 @@ class ModelSpec:
     branch_scale: float = 1.0
     logit_scale: float = 1.0
     gated_attention: bool = False
+    output_gate: OutputGate = "sigmoid"
     gates_apart: bool = False
     head_gates: bool = False
     sinks: bool = False
     recurrent: RecurrentSpec | None = None
     parallel_mixers: bool = False
     single_parts: tuple[Part, ...] = ()
-    kv_heads: tuple[KVHeads, ...] = ()
+    heads: tuple[LayerHeads, ...] = ()
     intermediate_sizes: tuple[int, ...] = ()
     kv_sources: tuple[int, ...] = ()
     value_norm: bool = False
@@ -474,20 +478,22 @@ class ModelSpec:
     eos_token_ids: frozenset[int] = field(default_factory=frozenset)
 
     def __post_init__(self) -> None:
-        if self.centered_norms and not self.parallel_parts:
+        if self.centered_norms and (self.norms != "before" or self.single_parts):
             raise ConfigError(
-                "norms that subtract the mean are supported only if both parts of a layer read the "
-                "same one"
+                "norms that subtract the mean are supported only of the inputs of layers with "
+                "attention and a feed-forward block"
             )
         assert self.norms != "by mixer" or self.branch_scale == 1.0
+        if self.norm_biases and not self.centered_norms:
+            raise ConfigError("norms with biases are supported only if they subtract the mean")
         layers = [
-            (self.rope_of(layer), self.kv_heads_of(layer), self.rotary_head_dim(layer))
+            (self.rope_of(layer), self.heads_of(layer), self.rotary_head_dim(layer))
             for layer in range(self.num_layers)
         ]
         for rope, heads, rotary_head_dim in dict.fromkeys(layers):
-            if self.num_heads % heads.num_kv_heads:
+            if heads.num_heads % heads.num_kv_heads:
                 raise ConfigError(
-                    f"{self.num_heads} attention heads cannot share {heads.num_kv_heads} "
+                    f"{heads.num_heads} attention heads cannot share {heads.num_kv_heads} "
                     "key-value heads (num_attention_heads, num_key_value_heads)"
                 )
             if rotary_head_dim % 2:
@@ -552,19 +558,22 @@ class ModelSpec:
         """The layer whose keys and values a layer with attention reads, usually its own."""
         return self.kv_sources[layer] if self.kv_sources else layer
 
-    def kv_heads_of(self, layer: int) -> KVHeads:
-        if self.kv_heads:
-            return self.kv_heads[layer]
-        return KVHeads(self.num_kv_heads, self.head_dim)
+    def heads_of(self, layer: int) -> LayerHeads:
+        return self.heads[layer] if self.heads else self._same_heads
+
+    @property
+    def _same_heads(self) -> LayerHeads:
+        return LayerHeads(self.num_heads, self.num_kv_heads, self.head_dim)
 
     def num_gates(self, layer: int) -> int:
         """The number of a token's gates of a layer's attention."""
-        of_head = 1 if self.head_gates else self.kv_heads_of(layer).head_dim
-        return self.num_heads * of_head if self.gated_attention else 0
+        heads = self.heads_of(layer)
+        of_head = 1 if self.head_gates else heads.head_dim
+        return heads.num_heads * of_head if self.gated_attention else 0
 
     def rotary_head_dim(self, layer: int) -> int:
         """The size of what a layer's ``rope_of`` rotates."""
-        return self.kv_heads_of(layer).head_dim if self.latent is None else self.latent.rope_dim
+        return self.heads_of(layer).head_dim if self.latent is None else self.latent.rope_dim
 
     def intermediate_size_of(self, layer: int) -> int:
         """The width of a layer's feed-forward block."""
@@ -599,7 +608,8 @@ class ModelSpec:
                 mixers += self.latent.num_parameters(self.num_heads, self.hidden_size)
                 continue
             # queries, outputs; keys, values
-            own, heads = self.kv_heads_of(layer), 2 * self.num_heads
+            own = self.heads_of(layer)
+            heads = 2 * own.num_heads
             if self.kv_source(layer) == layer:
                 heads += (1 if layer in self.keys_are_values else 2) * own.num_kv_heads
             mixers += (heads * own.head_dim + self.num_gates(layer)) * self.hidden_size
@@ -621,26 +631,16 @@ class ModelSpec:
         return mixers + mlp + experts
 
     def attention_shape(self, num_ranks: int = 1) -> AttentionShape:
-        """The heads of one of ``num_ranks`` ranks; raises ``ConfigError`` if they do not split, or
-        if no layer has any.
-
-        If there are more ranks than key-value heads, several ranks hold the same one.
-        """
+        """The heads of one of ``num_ranks`` ranks (``LayerHeads.of_rank``); raises ``ConfigError``
+        if they do not split, or if no layer has any."""
         if not self.attention_layers:  # pages, and whatever is made for them, would be empty
             raise ConfigError(f"{self.architecture} is not supported if no layer has attention")
-        ranks = num_ranks
-        heads = [self.kv_heads_of(layer) for layer in self.attention_layers]
-        common = heads[0] if len(set(heads)) == 1 else KVHeads(self.num_kv_heads, self.head_dim)
-        for kv_heads in {own.num_kv_heads for own in (common, *heads)}:
-            if self.num_heads % ranks or (kv_heads % ranks and ranks % kv_heads):
-                raise ConfigError(
-                    f"{self.num_heads} attention heads and {kv_heads} key-value heads cannot be "
-                    f"split evenly over {ranks} tensor-parallel ranks"
-                )
-        by_layer = tuple(KVHeads(max(1, own.num_kv_heads // ranks), own.head_dim) for own in heads)
+        by_layer = [self.heads_of(layer).of_rank(num_ranks) for layer in self.attention_layers]
+        are_alike = len(set(by_layer)) == 1
+        common = by_layer[0] if are_alike else self._same_heads.of_rank(num_ranks)
         return AttentionShape(
-            num_heads=self.num_heads // ranks,
-            num_kv_heads=max(1, common.num_kv_heads // ranks),
+            num_heads=common.num_heads,
+            num_kv_heads=common.num_kv_heads,
             head_dim=common.head_dim,
             scale=self.attention_scale or common.head_dim**-0.5,
             cap=self.score_cap,
@@ -648,7 +648,7 @@ class ModelSpec:
             sections=self.sections,
             sinks=self.sinks,
             one_pool=self.recurrent is not None,  # snapshots do not keep window pages
-            by_layer=by_layer if len(set(by_layer)) > 1 else (),
+            by_layer=() if are_alike else tuple(by_layer),
             latent_dim=None if self.latent is None else self.latent.latent_dim,
             expanded=None if self.latent is None else self.latent.expanded,
         )

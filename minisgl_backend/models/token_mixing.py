@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor, nn
 
 from minisgl_backend.attention.base import Attend
-from minisgl_backend.kernels.activation import sigmoid_mul
+from minisgl_backend.kernels.activation import gate_output
 from minisgl_backend.kernels.adapters import AdaptedTokens
 from minisgl_backend.kernels.delta_runs import Runs
 from minisgl_backend.kernels.linear_cut import HEAD_DIMS
@@ -102,14 +102,15 @@ class SelfAttention(nn.Module):
 
     def __init__(self, spec: ModelSpec, layer: int, group: Group, matrices: Matrices):
         super().__init__()
-        source, of_layer, rope = spec.kv_source(layer), spec.kv_heads_of(layer), spec.rope_of(layer)
+        source, of_layer, rope = spec.kv_source(layer), spec.heads_of(layer), spec.rope_of(layer)
+        of_rank = of_layer.of_rank(group.size)
         self.layer = spec.attention_layers.index(source)
-        self.num_heads = spec.attention_shape(group.size).num_heads
-        self.num_kv_heads = max(1, of_layer.num_kv_heads // group.size)
+        self.num_heads, self.num_kv_heads = of_rank.num_heads, of_rank.num_kv_heads
         self.head_dim = head_dim = of_layer.head_dim
-        queries = even_share(spec.num_heads * head_dim, group, "the attention heads' outputs")
+        queries = even_share(of_layer.num_heads * head_dim, group, "the attention heads' outputs")
         keys = kv_head_share(of_layer.num_kv_heads, head_dim, group)
         self.gates_apart = spec.gated_attention and spec.gates_apart
+        self._output_gate = spec.output_gate
         self._gate_dim = 1 if spec.head_gates else head_dim
         self.is_gated = spec.gated_attention and not spec.gates_apart
         self.has_own_kv, self.keys_are_values = source == layer, layer in spec.keys_are_values
@@ -141,7 +142,7 @@ class SelfAttention(nn.Module):
                 offset=spec.norm_offset,
                 weighted=spec.qk_norm != "unweighted",
             )
-        self._heads = even_share(spec.num_heads, group, "attention heads")
+        self._heads = even_share(of_layer.num_heads, group, "attention heads")
         self.sinks = empty_parameter(self.num_heads) if spec.sinks else None
         self._are_heads_tiles = (
             head_dim in HEAD_DIMS
@@ -218,7 +219,9 @@ class SelfAttention(nn.Module):
         if step.query_scale is not None:
             q = q * step.query_scale
         attended = step.attend(q, self.kv, self.layer)
-        return attended.flatten(1) if gate is None else sigmoid_mul(attended, gate, pdl=step.pdl)
+        if gate is None:
+            return attended.flatten(1)
+        return gate_output(attended, gate, self._output_gate, pdl=step.pdl)
 
     def _queries(self, x: Normed, step: StepContext) -> tuple[Tensor, Tensor | None]:
         """The rotated queries and, if there are any, the gates of attention's output, both
@@ -255,7 +258,7 @@ class SelfAttention(nn.Module):
         if self.gates_apart:
             qkv, gates = qkv.tensor_split([qkv.shape[1] - self.num_heads * self._gate_dim], dim=1)
             gate = gates.view(len(qkv), self.num_heads, self._gate_dim)
-            if self._gate_dim == 1:  # ``sigmoid_mul`` takes one for each element
+            if self._gate_dim == 1:  # ``gate_output`` takes one for each element
                 gate = gate.repeat(1, 1, self.head_dim)
         elif self.is_gated:
             gate = gates_of(qkv, self.num_heads, self.head_dim)
@@ -289,6 +292,6 @@ def _projections(spec: ModelSpec, layer: int, queries: Share, keys: Share) -> di
             parts["v_proj"] = keys
     if spec.gated_attention and spec.gates_apart:
         assert "k_proj" in parts
-        of_gate = spec.kv_heads_of(layer).head_dim if spec.head_gates else 1
+        of_gate = spec.heads_of(layer).head_dim if spec.head_gates else 1
         parts["gate_proj"] = Share(*(n // of_gate for n in astuple(queries)))
     return parts

@@ -34,7 +34,7 @@ def bound(case: str, folder: Path) -> Iterator[tuple[Decoder, dict[str, int]]]:
 
 
 def of_position(model: Decoder, layer: int = 0) -> int:
-    heads = model.spec.kv_heads_of(layer)
+    heads = model.spec.heads_of(layer)
     return 2 * heads.num_kv_heads * heads.head_dim * FLOAT
 
 

@@ -919,6 +919,80 @@ def _cohere2(**changes: Any) -> PreTrainedModel:
     return cast(PreTrainedModel, _newer("Cohere2ForCausalLM")(config))
 
 
+def _cohere2_moe(**changes: Any) -> PreTrainedModel:
+    """By default the first layer is dense, and neither it nor the last one has a window."""
+    sizes = {"num_hidden_layers": 4, "head_dim": 32, "sliding_window": 20, "logit_scale": 1.5}
+    experts = {"intermediate_size": 48, "num_experts": 8, "num_experts_per_tok": 3}
+    dense = {"first_k_dense_replace": 1, "prefix_dense_intermediate_size": 96}
+    pattern = {"sliding_window_pattern": 3}
+    config = _newer("Cohere2MoeConfig")(
+        **{**_SHAPE, **sizes, **experts, **dense, **pattern, **changes}
+    )
+    return cast(PreTrainedModel, _newer("Cohere2MoeForCausalLM")(config))
+
+
+def _starcoder2(**changes: Any) -> PreTrainedModel:
+    config = _newer("Starcoder2Config")(**{**_SHAPE, "sliding_window": 20, **changes})
+    return cast(PreTrainedModel, _newer("Starcoder2ForCausalLM")(config))
+
+
+def _jais2(**changes: Any) -> PreTrainedModel:
+    config = _newer("Jais2Config")(**{**_SHAPE, **changes})
+    return cast(PreTrainedModel, _newer("Jais2ForCausalLM")(config))
+
+
+def _flex_olmo(**changes: Any) -> PreTrainedModel:
+    experts = {"intermediate_size": 48, "num_experts": 7, "num_experts_per_tok": 5}
+    config = _newer("FlexOlmoConfig")(**{**_SHAPE, **experts, **changes})
+    return cast(PreTrainedModel, _newer("FlexOlmoForCausalLM")(config))
+
+
+def _cwm(**changes: Any) -> PreTrainedModel:
+    """Answers end only by their length."""
+    sizes = {"head_dim": 32, "num_hidden_layers": 5, "sliding_window": 20}
+    ends = {"bos_token_id": 0, "eos_token_id": []}
+    values = {**_SHAPE, **sizes, **ends, "rope_parameters": dict(_LLAMA3), **changes}
+    return cast(PreTrainedModel, _newer("CwmForCausalLM")(_newer("CwmConfig")(**values)))
+
+
+def _kolibri1(**changes: Any) -> PreTrainedModel:
+    experts = {"moe_intermediate_size": 48, "num_experts": 8, "num_experts_per_tok": 3}
+    experts |= {"shared_expert_intermediate_size": 80}
+    sizes = {"head_dim": 32, "num_hidden_layers": 5, "sliding_window": 20}
+    shape = {key: value for key, value in _SHAPE.items() if key != "intermediate_size"}
+    config = _newer("Kolibri1Config")(**{**shape, **experts, **sizes, **changes})
+    return _corrected(_newer("Kolibri1ForCausalLM")(config))
+
+
+_LAGUNA_ROPES: Final = MappingProxyType(
+    {
+        "full_attention": {**_YARN, "partial_rotary_factor": 0.5},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+    }
+)
+
+
+def _laguna(**changes: Any) -> PreTrainedModel:
+    """Layers with windows have more heads than the others."""
+    experts = {"moe_intermediate_size": 48, "num_experts": 8, "num_experts_per_tok": 3}
+    experts |= {"shared_expert_intermediate_size": 80}
+    sizes = {"head_dim": 32, "num_hidden_layers": 3, "sliding_window": 20}
+    layers = {
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        "num_attention_heads_per_layer": [4, 8, 4],
+        "moe_routed_scaling_factor": 2.5,
+        "rope_parameters": {kind: dict(rope) for kind, rope in _LAGUNA_ROPES.items()},
+    }
+    config = _newer("LagunaConfig")(**{**_SHAPE, **experts, **sizes, **layers, **changes})
+    model: Any = _newer("LagunaForCausalLM")(config)
+    return cast(PreTrainedModel, model)
+
+
+def _nemotron(**changes: Any) -> PreTrainedModel:
+    config = _newer("NemotronConfig")(**{**_SHAPE, "head_dim": 32, **changes})
+    return cast(PreTrainedModel, _newer("NemotronForCausalLM")(config))
+
+
 def _arcee(**changes: Any) -> PreTrainedModel:
     config = _newer("ArceeConfig")(**{**_SHAPE, "head_dim": 32, **changes})
     return cast(PreTrainedModel, _newer("ArceeForCausalLM")(config))
@@ -936,6 +1010,16 @@ def _gemma2(**changes: Any) -> PreTrainedModel:
     values = {**_SHAPE, **sizes, **bounds, "query_pre_attn_scalar": 24, **changes}
     config = _newer("Gemma2Config")(**values, attn_implementation="eager")
     return cast(PreTrainedModel, _newer("Gemma2ForCausalLM")(config))
+
+
+def _apertus(**changes: Any) -> PreTrainedModel:
+    """Not even the numbers that training leaves alone are the same in all layers."""
+    values = {**_SHAPE, "rope_parameters": dict(_LLAMA3), **changes}
+    model: Any = _newer("ApertusForCausalLM")(_newer("ApertusConfig")(**values))
+    for index, layer in enumerate(model.model.layers):
+        layer.mlp.act_fn.beta.fill_(0.5 - 0.2 * index)
+        layer.mlp.act_fn.eps.fill_(-1e-6 - 0.1 * index)
+    return cast(PreTrainedModel, model)
 
 
 _SHORT_CONVS: Final = MappingProxyType(
@@ -1449,6 +1533,96 @@ CASES: Final[Mapping[str, Callable[[], PreTrainedModel]]] = MappingProxyType(
             linear_head_dim=24,
             linear_conv_kernel_dim=2,
         ),
+        "apertus": _apertus,
+        "apertus-biases": lambda: _apertus(
+            attention_bias=True, num_key_value_heads=4, tie_word_embeddings=True
+        ),
+        "cohere2-moe": lambda: _cohere2_moe(
+            expert_selection_fn="sigmoid", num_shared_experts=2, norm_topk_prob=True
+        ),
+        "cohere2-moe-sums": lambda: _cohere2_moe(
+            expert_selection_fn="sigmoid",
+            norm_topk_prob=False,
+            num_shared_experts=1,
+            shared_expert_combination_strategy="sum",
+            rms_norm_eps=1e-5,
+            tie_word_embeddings=False,
+        ),
+        "cohere2-moe-softmax": lambda: _cohere2_moe(
+            attention_bias=True,
+            first_k_dense_replace=2,
+            prefix_dense_sliding_window_pattern=2,
+            num_key_value_heads=4,
+        ),
+        "cohere2-moe-listed": lambda: _cohere2_moe(
+            layer_types=["full_attention", *["sliding_attention"] * 3],
+            mlp_layer_types=["sparse", "dense", "sparse", "dense"],
+            prefix_dense_intermediate_size=None,
+            first_k_dense_replace=0,
+        ),
+        "cohere2-vision-moe": lambda: _seeing(
+            "Cohere2Vision",
+            "cohere2_moe",
+            head_dim=32,
+            sliding_window=20,
+            num_experts=8,
+            num_shared_experts=1,
+        ),
+        "starcoder2": _starcoder2,
+        "starcoder2-without-biases": lambda: _starcoder2(
+            use_bias=False,
+            sliding_window=None,
+            num_key_value_heads=4,
+            tie_word_embeddings=False,
+        ),
+        "jais2": _jais2,
+        "jais2-without-biases": lambda: _jais2(
+            attention_bias=False,
+            mlp_bias=False,
+            head_dim=32,
+            num_key_value_heads=None,
+            rope_parameters=dict(_LLAMA3),
+            tie_word_embeddings=True,
+        ),
+        "flex-olmo": _flex_olmo,
+        "flex-olmo-biases": lambda: _flex_olmo(
+            attention_bias=True, norm_topk_prob=True, num_key_value_heads=4
+        ),
+        "cwm": _cwm,
+        "cwm-listed": lambda: _cwm(
+            layer_types=["sliding_attention", "full_attention"] * 2,
+            mlp_bias=True,
+            num_hidden_layers=4,
+            tie_word_embeddings=True,
+        ),
+        "kolibri1": _kolibri1,
+        "kolibri1-listed": lambda: _kolibri1(
+            layer_types=["full_attention", "sliding_attention"],
+            norm_topk_prob=True,
+            num_hidden_layers=2,
+            num_key_value_heads=4,
+            tie_word_embeddings=True,
+        ),
+        "laguna": _laguna,
+        "laguna-alike": lambda: _laguna(
+            gating="per-element",
+            layer_types=None,
+            mlp_layer_types=["sparse", "dense", "sparse"],
+            num_attention_heads_per_layer=None,
+            rope_parameters=None,
+            tie_word_embeddings=True,
+        ),
+        "laguna-by-layer": lambda: _laguna(
+            gating="per-element", num_attention_heads_per_layer=[4, 8, 12]
+        ),
+        "nemotron": _nemotron,
+        "nemotron-biases": lambda: _nemotron(
+            attention_bias=True,
+            mlp_bias=True,
+            num_key_value_heads=4,
+            partial_rotary_factor=0.25,
+            tie_word_embeddings=True,
+        ),
     }
 )
 
@@ -1456,7 +1630,7 @@ CASES: Final[Mapping[str, Callable[[], PreTrainedModel]]] = MappingProxyType(
 _SEEDS: Final = MappingProxyType(
     {"dots1": 1001, "glm4-moe-groups": 1002, "gpt-oss": 1004, "granite-moe": 1001}
     | {"minimax-m2": 1001, "deepseek-v3-queries": 1001, "glm4-moe-lite": 1001, "mistral4": 1001}
-    | {"cohere2": 1005}
+    | {"cohere2": 1005, "jais2": 1001}
 )
 """Seeds of checkpoints that nearly tie with the seed that their place in ``CASES`` gives."""
 

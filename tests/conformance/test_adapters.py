@@ -181,6 +181,8 @@ def test_adapters_over_quantized_weights(case: str, tmp_path: Path) -> None:
         ("qwen3.5-multimodal", ("q_proj", "v_proj", "o_proj", "up_proj")),
         ("nemotron-h", ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj")),
         ("nemotron-h-experts", ("q_proj", "up_proj", "down_proj")),
+        ("laguna", ("q_proj", "o_proj", "g_proj")),
+        ("starcoder2", ("q_proj", "v_proj", "o_proj", "c_fc", "c_proj")),
         ("cohere2", ("q_proj", "v_proj", "o_proj", "gate_proj", "down_proj")),
         ("lfm2", ("q_proj", "k_proj", "v_proj", "w1", "w2", "w3")),
         ("lfm2", r".*\.(self_attn\.out_proj|w2)"),

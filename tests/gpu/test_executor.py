@@ -118,13 +118,21 @@ OTHERS = [
     "mistral4",
     "youtu",
     "arcee-biases",
+    "apertus",
     "cohere-biases",
     "cohere2",
+    "cohere2-moe",
+    "cohere2-moe-sums",
+    "starcoder2",
+    "flex-olmo",
+    "kolibri1",
+    "laguna",
+    "laguna-by-layer",
     "gemma2",
 ]
 """Cases with parts that no case above has."""
 _HAVE_EXPERTS = re.compile(
-    "mixtral|moe|dots|oss|experts|llama4|minimax|solar|hy-v3|mellum|granite-shared|deepseek|mistral4"
+    "mixtral|moe|dots|oss|experts|llama4|minimax|solar|hy-v3|mellum|granite-shared|deepseek|mistral4|flex-olmo|kolibri|laguna"
 )
 EXPERTS = [case for case in CASES + OTHERS if _HAVE_EXPERTS.search(case)]
 """Rounding, even of attention's GEMMs alone, may choose other experts."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from minisgl_backend.gates import Gate
+from minisgl_backend.gates import Gate, OutputGate
 from minisgl_backend.kernels import (
     activation,
     embedding,
@@ -22,32 +22,37 @@ from tests.gpu.compare import assert_close
 
 @pytest.mark.parametrize("size", [96, 1024, 5120])
 @pytest.mark.parametrize("num_tokens", [1, 5])
-@pytest.mark.parametrize("centered", [False, True])
+@pytest.mark.parametrize(("centered", "biased"), [(False, False), (True, False), (True, True)])
 def test_rms_norm(
-    device: torch.device, dtype: torch.dtype, num_tokens: int, size: int, centered: bool
+    device: torch.device,
+    dtype: torch.dtype,
+    num_tokens: int,
+    size: int,
+    centered: bool,
+    biased: bool,
 ) -> None:
     x = (torch.randn(num_tokens, size, device=device) + 3).to(dtype)
-    weight = torch.randn(size, device=device).to(dtype)
-    expected = rms_norm.rms_norm_reference(x, weight, 1e-6, centered=centered)
-    assert_close(rms_norm.rms_norm(x, weight, 1e-6, centered=centered), expected)
+    weight, bias = torch.randn(2, size, device=device).to(dtype)
+    given: dict[str, Any] = {"centered": centered, "bias": bias if biased else None}
+    expected = rms_norm.rms_norm_reference(x, weight, 1e-6, **given)
+    assert_close(rms_norm.rms_norm(x, weight, 1e-6, **given), expected)
     wide = torch.cat([x, x], dim=1)
-    rms_norm.rms_norm(wide[:, size:], weight, 1e-6, centered=centered, out=wide[:, size:])
+    rms_norm.rms_norm(wide[:, size:], weight, 1e-6, **given, out=wide[:, size:])
     assert_close(wide, torch.cat([x, expected], dim=1))
 
 
 @pytest.mark.parametrize("size", [96, 1024, 5120])
-@pytest.mark.parametrize("centered", [False, True])
+@pytest.mark.parametrize(("centered", "biased"), [(False, False), (True, False), (True, True)])
 def test_fused_add_rms_norm(
-    device: torch.device, dtype: torch.dtype, size: int, centered: bool
+    device: torch.device, dtype: torch.dtype, size: int, centered: bool, biased: bool
 ) -> None:
     x = torch.randn(3, size, device=device).to(dtype)
     residual = torch.randn(3, size, device=device).to(dtype)
-    weight = torch.randn(size, device=device).to(dtype)
+    weight, bias = torch.randn(2, size, device=device).to(dtype)
+    given: dict[str, Any] = {"centered": centered, "bias": bias if biased else None}
     expected_residual = residual.clone()
-    expected = rms_norm.fused_add_rms_norm_reference(
-        x, expected_residual, weight, 1e-6, centered=centered
-    )
-    actual = rms_norm.fused_add_rms_norm(x, residual, weight, 1e-6, centered=centered)
+    expected = rms_norm.fused_add_rms_norm_reference(x, expected_residual, weight, 1e-6, **given)
+    actual = rms_norm.fused_add_rms_norm(x, residual, weight, 1e-6, **given)
     assert torch.equal(residual, expected_residual)
     assert_close(actual, expected)
 
@@ -100,9 +105,19 @@ def test_gates(device: torch.device, dtype: torch.dtype, size: int, gate: Gate) 
 
 
 @pytest.mark.parametrize("size", [48, 3072])
-def test_squared_relu(device: torch.device, dtype: torch.dtype, size: int) -> None:
+def test_activations(device: torch.device, dtype: torch.dtype, size: int) -> None:
     x = torch.randn(7, size, device=device).to(dtype)
     assert_close(activation.squared_relu(x), activation.squared_relu_reference(x))
+    assert_close(activation.gelu(x), activation.gelu_reference(x))
+
+
+@pytest.mark.parametrize("size", [48, 3072])
+def test_xielu(device: torch.device, dtype: torch.dtype, size: int) -> None:
+    """Among the inputs are small ones, which the exponential may not lose."""
+    scales = torch.logspace(-6, 1, 7, device=device)[:, None]
+    x = (scales * torch.randn(7, size, device=device)).to(dtype)
+    numbers = torch.tensor([0.3, -0.4, 0.5, -1e-6], device=device).to(dtype)
+    assert_close(activation.xielu(x, numbers), activation.xielu_reference(x, numbers))
 
 
 @pytest.mark.parametrize("size", [48, 5000])
@@ -117,8 +132,14 @@ def test_soft_cap(device: torch.device, dtype: torch.dtype, size: int) -> None:
 
 @pytest.mark.parametrize(("num_heads", "head_dim"), [(3, 16), (24, 256)])
 @pytest.mark.parametrize("apart", [False, True])
-def test_sigmoid_mul(
-    device: torch.device, dtype: torch.dtype, num_heads: int, head_dim: int, apart: bool
+@pytest.mark.parametrize("function", ["sigmoid", "softplus"])
+def test_gates_of_attention(
+    device: torch.device,
+    dtype: torch.dtype,
+    num_heads: int,
+    head_dim: int,
+    apart: bool,
+    function: OutputGate,
 ) -> None:
     """Gates stand between queries, as in the projection of both, or apart behind all others."""
     x = torch.randn(5, num_heads, head_dim, device=device).to(dtype)
@@ -126,8 +147,8 @@ def test_sigmoid_mul(
     gates = rope_store.gates_of(qkv, num_heads, head_dim)
     if apart:
         gates = qkv[:, -num_heads * head_dim :].view(5, num_heads, head_dim)
-    expected = activation.sigmoid_mul_reference(x, gates)
-    assert_close(activation.sigmoid_mul(x, gates), expected)
+    expected = activation.gate_output_reference(x, gates, function)
+    assert_close(activation.gate_output(x, gates, function), expected)
 
 
 @pytest.mark.parametrize(

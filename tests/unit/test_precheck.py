@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from minisgl_backend.attention.base import KVHeads
+from minisgl_backend.attention.base import LayerHeads
 from minisgl_backend.config import DEMO_MODEL, EngineOptions
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.experts_spec import ExpertsSpec, RoutingRule, SharedExpert
@@ -32,7 +32,7 @@ from minisgl_backend.weight_format import CONVERT_TO_FP8
 from minisgl_bench.dummy_model import SHAPES
 from minisgl_kit.adapters import adapted_shapes
 from tests.conformance.checkpoints import write_checkpoint
-from tests.unit.models.config_jsons import FALCON_H1_0_5B
+from tests.unit.models.config_jsons import FALCON_H1_0_5B, LAGUNA_XS_2, LFM3_1_7B
 
 
 @pytest.fixture
@@ -199,7 +199,7 @@ def test_sections_begin_with_pages(folder: Path) -> None:
             {"latent": LatentSpec(latent_dim=8, rope_dim=8, nope_dim=8, value_dim=8)},
             "latent attention",
         ),
-        ({"kv_heads": (KVHeads(2, 64),) * 4}, "layers that differ in their heads"),
+        ({"heads": (LayerHeads(4, 2, 64),) * 4}, "layers that differ in their heads"),
         ({"scaled_layers": True}, "layers with inputs of their own"),
         ({"gated_attention": True}, "gated attention"),
         ({"weights": CONVERT_TO_FP8}, "quantized weights"),
@@ -295,14 +295,16 @@ def test_adapters_do_not_go_with_multipliers_in_weights(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
+    "config",
     [
-        *("qwen3-14b", "qwen3-30b-a3b", "qwen3.6-27b", "qwen3.6-35b-a3b"),
-        *("nemotron-nano-9b", "nemotron-3-nano-30b-a3b", "granite-4-h-7b-a1b"),
+        *(SHAPES[name] for name in ("qwen3-14b", "qwen3-30b-a3b", "qwen3.6-27b")),
+        *(SHAPES[name] for name in ("qwen3.6-35b-a3b", "nemotron-nano-9b")),
+        *(SHAPES[name] for name in ("nemotron-3-nano-30b-a3b", "granite-4-h-7b-a1b")),
+        *(LAGUNA_XS_2, LFM3_1_7B),
     ],
 )
-def test_the_memory_of_adapters_is_that_of_their_slots(name: str) -> None:
-    spec = parse_spec(SHAPES[name])
+def test_the_memory_of_adapters_is_that_of_their_slots(config: dict[str, Any]) -> None:
+    spec = parse_spec(config)
     assert num_adapted(spec) == sum(ins + outs for _, outs, ins in adapted_shapes(spec))
 
 

@@ -23,6 +23,7 @@ def _rms_norm(
     x_ptr,
     residual_ptr,
     weight_ptr,
+    bias_ptr,
     out_stride,
     x_stride,
     eps,
@@ -30,6 +31,7 @@ def _rms_norm(
     BLOCK: tl.constexpr,
     ADD: tl.constexpr,
     CENTERED: tl.constexpr,
+    BIASED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
@@ -48,6 +50,8 @@ def _rms_norm(
     if CENTERED:
         x = tl.where(mask, x - tl.sum(x, axis=0) / SIZE, 0.0)
     y = _under_norm(x, weight, eps, SIZE)
+    if BIASED:
+        y += tl.load(bias_ptr + i, mask=mask, other=0.0).to(tl.float32)
     tl.store(out_ptr + token * out_stride + i, y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -59,10 +63,11 @@ def launch_rms_norm(
     eps: float,
     *,
     centered: bool,
+    bias: Tensor | None,
     pdl: bool,
 ) -> None:
     """``out`` = norm of ``x``, or of ``residual`` after ``residual += x`` if there is one;
-    ``centered`` as in ``minisgl_backend.kernels.rms_norm``."""
+    ``centered`` and ``bias`` as in ``minisgl_backend.kernels.rms_norm``."""
     num_tokens, size = x.shape
     if num_tokens == 0:
         return
@@ -74,6 +79,7 @@ def launch_rms_norm(
         x,
         residual,
         weight,
+        bias,
         out.stride(0),
         x.stride(0),
         eps,
@@ -81,6 +87,7 @@ def launch_rms_norm(
         BLOCK=block,
         ADD=residual is not None,
         CENTERED=centered,
+        BIASED=bias is not None,
         PDL=pdl,
         num_warps=min(max(block // 512, 1), 8),
         **launch_options(pdl),
@@ -248,24 +255,67 @@ def launch_gated_mul(out: Tensor, gate: Tensor, up: Tensor, *, gelu: bool, pdl: 
 
 
 @triton.jit(do_not_specialize=["size"])
-def _squared_relu(out_ptr, x_ptr, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _activate(out_ptr, x_ptr, size, GELU: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     if PDL:
         allow_next()
         wait_previous()
-    x = tl.maximum(tl.load(x_ptr + i, mask=i < size, other=0.0).to(tl.float32), 0.0)
-    tl.store(out_ptr + i, (x * x).to(out_ptr.dtype.element_ty), mask=i < size)
+    x = tl.load(x_ptr + i, mask=i < size, other=0.0).to(tl.float32)
+    positive = tl.maximum(x, 0.0)
+    y = opened(x, 1.0, True) if GELU else positive * positive
+    tl.store(out_ptr + i, y.to(out_ptr.dtype.element_ty), mask=i < size)
 
 
-def launch_squared_relu(out: Tensor, x: Tensor, *, pdl: bool) -> None:
-    """See ``minisgl_backend.kernels.activation.squared_relu``."""
+def launch_activate(out: Tensor, x: Tensor, *, gelu: bool, pdl: bool) -> None:
+    """See ``minisgl_backend.kernels.activation``: ``squared_relu`` or, if ``gelu``, ``gelu``."""
     size = x.numel()
     if size == 0:
         return
     assert x.is_contiguous() and out.is_contiguous()
     block = 1024
     grid = (triton.cdiv(size, block),)
-    _squared_relu[grid](out, x, size, BLOCK=block, PDL=pdl, num_warps=4, **launch_options(pdl))
+    _activate[grid](
+        out, x, size, GELU=gelu, BLOCK=block, PDL=pdl, num_warps=4, **launch_options(pdl)
+    )
+
+
+@triton.jit
+def _softplus(x):
+    return tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x)))
+
+
+@triton.jit
+def _expm1_below_0(x):
+    """exp(x) - 1 for x up to 0, near 0 by its series, which loses no digits there."""
+    near = x * (1 + x / 2 * (1 + x / 3 * (1 + x / 4 * (1 + x / 5 * (1 + x / 6 * (1 + x / 7))))))
+    return tl.where(x > -0.5, near, tl.exp(x) - 1.0)
+
+
+@triton.jit(do_not_specialize=["size"])
+def _xielu(out_ptr, x_ptr, numbers_ptr, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    above = _softplus(tl.load(numbers_ptr).to(tl.float32))
+    below = _softplus(tl.load(numbers_ptr + 1).to(tl.float32))
+    beta = tl.load(numbers_ptr + 2).to(tl.float32)
+    eps = tl.load(numbers_ptr + 3).to(tl.float32)
+    if PDL:
+        allow_next()
+        wait_previous()
+    x = tl.load(x_ptr + i, mask=i < size, other=0.0).to(tl.float32)
+    curve = (_expm1_below_0(tl.minimum(x, eps)) - x) * (beta + below)
+    y = tl.where(x > 0, above * x * x, curve) + beta * x
+    tl.store(out_ptr + i, y.to(out_ptr.dtype.element_ty), mask=i < size)
+
+
+def launch_xielu(out: Tensor, x: Tensor, numbers: Tensor, *, pdl: bool) -> None:
+    """See ``minisgl_backend.kernels.activation.xielu``."""
+    size = x.numel()
+    if size == 0:
+        return
+    assert x.is_contiguous() and out.is_contiguous() and numbers.is_contiguous()
+    block = 1024
+    grid = (triton.cdiv(size, block),)
+    _xielu[grid](out, x, numbers, size, BLOCK=block, PDL=pdl, num_warps=4, **launch_options(pdl))
 
 
 @triton.jit
@@ -290,7 +340,7 @@ def launch_soft_cap(x: Tensor, cap: float) -> None:
 
 
 @triton.jit
-def _sigmoid_mul(
+def _gate_output(
     out_ptr,
     x_ptr,
     gate_ptr,
@@ -298,6 +348,7 @@ def _sigmoid_mul(
     head_stride,
     SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    SOFTPLUS: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -309,18 +360,19 @@ def _sigmoid_mul(
         wait_previous()
     x = tl.load(x_ptr + token * SIZE + i, mask=mask, other=0.0).to(tl.float32)
     at = gate_ptr + token * token_stride + i // HEAD_DIM * head_stride + i % HEAD_DIM
-    y = x * tl.sigmoid(tl.load(at, mask=mask, other=0.0).to(tl.float32))
+    gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    y = x * (_softplus(gate) if SOFTPLUS else tl.sigmoid(gate))
     tl.store(out_ptr + token * SIZE + i, y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def launch_sigmoid_mul(out: Tensor, x: Tensor, gate: Tensor, *, pdl: bool) -> None:
-    """See ``minisgl_backend.kernels.activation.sigmoid_mul``."""
+def launch_gate_output(out: Tensor, x: Tensor, gate: Tensor, *, softplus: bool, pdl: bool) -> None:
+    """See ``minisgl_backend.kernels.activation.gate_output``; a sigmoid unless ``softplus``."""
     num_tokens, size = out.shape
     if num_tokens == 0:
         return
     assert x.is_contiguous() and gate.stride(2) == 1
     block = 1024
-    _sigmoid_mul[(num_tokens, triton.cdiv(size, block))](
+    _gate_output[(num_tokens, triton.cdiv(size, block))](
         out,
         x,
         gate,
@@ -328,6 +380,7 @@ def launch_sigmoid_mul(out: Tensor, x: Tensor, gate: Tensor, *, pdl: bool) -> No
         gate.stride(1),
         SIZE=size,
         HEAD_DIM=x.shape[2],
+        SOFTPLUS=softplus,
         BLOCK=block,
         PDL=pdl,
         num_warps=4,

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from minisgl_backend.attention.base import KVHeads
+from minisgl_backend.attention.base import LayerHeads
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.experts_spec import ExpertsSpec, RoutingRule
 from minisgl_backend.models.common_fields import common_fields, read_rope
@@ -142,7 +142,7 @@ def read_gemma4_text(config: ConfigReader) -> ModelSpec:
     local = read_rope(config, most, given=by_kind.get("sliding_attention", {}))
     set_kinds(fields, kinds, config.integer("sliding_window", 512), local)
     are_keys = config.flag("attention_k_eq_v")
-    fields["kv_heads"] = _kv_heads_by_kind(config, fields, kinds, are_keys)
+    fields["heads"] = _heads_by_kind(config, fields, kinds, are_keys)
     first_reader = num_layers - config.integer("num_kv_shared_layers", 0, minimum=0)
     fields["kv_sources"] = _kv_sources(config, kinds, first_reader)
     if config.flag("use_double_wide_mlp"):
@@ -245,12 +245,12 @@ def _unused_kv_names(readers: Iterable[int]) -> tuple[str, ...]:
     )
 
 
-def _kv_heads_by_kind(
+def _heads_by_kind(
     config: ConfigReader, fields: Mapping[str, Any], kinds: Sequence[str], are_keys: bool
-) -> tuple[KVHeads, ...]:
+) -> tuple[LayerHeads, ...]:
     """The heads of each layer. Layers without a window have their own sizes, in the publisher's
     spelling or, by layer, in that of transformers."""
-    narrow = KVHeads(fields["num_kv_heads"], fields["head_dim"])
+    narrow = LayerHeads(fields["num_heads"], fields["num_kv_heads"], fields["head_dim"])
     if listed := config.table("per_layer_config"):
         found = [narrow] * len(kinds)
         for layer in listed:  # transformers pads all to the number of digits of the last: "05"
@@ -261,7 +261,8 @@ def _kv_heads_by_kind(
             own = config.part("per_layer_config").part(layer)
             if others := sorted(own.values.keys() - {"num_key_value_heads", "head_dim"}):
                 raise ConfigError(f"{own.where}: {others[0]} is not supported for single layers")
-            found[int(layer)] = KVHeads(
+            found[int(layer)] = LayerHeads(
+                narrow.num_heads,
                 own.integer("num_key_value_heads", narrow.num_kv_heads, maximum=MOST_HEADS),
                 own.integer("head_dim", narrow.head_dim, maximum=MOST_HEADS),
             )
@@ -269,7 +270,8 @@ def _kv_heads_by_kind(
     num_wide = narrow.num_kv_heads
     if are_keys:
         num_wide = config.integer("num_global_key_value_heads", num_wide, maximum=MOST_HEADS)
-    wide = KVHeads(num_wide, config.integer("global_head_dim", 512, maximum=MOST_HEADS))
+    of_wide = config.integer("global_head_dim", 512, maximum=MOST_HEADS)
+    wide = LayerHeads(narrow.num_heads, num_wide, of_wide)
     return tuple(wide if kind == "full_attention" else narrow for kind in kinds)
 
 

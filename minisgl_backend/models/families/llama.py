@@ -1,9 +1,12 @@
-"""Llama, and what adds little or nothing to it: Arcee, InternLM3, IQuest-Coder, Seed-OSS and
+"""Llama, and what adds little or nothing to it: Arcee, CWM, InternLM3, IQuest-Coder, Seed-OSS and
 SmolLM3."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
+from typing import Final
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.models.common_fields import common_fields
@@ -17,6 +20,20 @@ from minisgl_backend.models.families.fields import (
     windows_by_kind,
 )
 from minisgl_backend.models.spec import ModelSpec
+
+_CWM_ROPE: Final[Mapping[str, object]] = MappingProxyType(
+    {
+        "rope_type": "llama3",
+        "rope_theta": 1e6,
+        "factor": 16.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+)
+"""CWM's rotary embedding if config.json has none."""
+_CWM_ENDS: Final = [128_001, 128_008, 128_009]
+"""The same of ``eos_token_id``."""
 
 
 def read_llama(config: ConfigReader) -> ModelSpec:
@@ -35,6 +52,29 @@ def read_arcee(config: ConfigReader) -> ModelSpec:
     config = config.with_defaults(rms_norm_eps=1e-5, max_position_embeddings=4096)
     spec = read_llama(config.with_values(hidden_act="silu"))
     return replace(spec, architecture="ArceeForCausalLM", gate=None)
+
+
+def read_cwm(config: ConfigReader) -> ModelSpec:
+    """``CwmForCausalLM``, Code World Model: Llama with windows in three of four layers."""
+    check_supported(config, {"attention_bias": False})
+    if not (config.table("rope_parameters") or config.table("rope_scaling")):
+        config = config.with_values(rope_parameters=dict(_CWM_ROPE))
+    if "eos_token_id" not in config.values:
+        config = config.with_values(eos_token_id=_CWM_ENDS)
+    config = config.with_defaults(
+        rms_norm_eps=1e-5,
+        rope_theta=1e6,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=2**17,
+    )
+    fields = common_fields(config)
+    num_layers = fields["num_layers"]
+    kinds = config.layer_kinds(ATTENTION_KINDS, num_layers) or [
+        "sliding_attention" if layer % 4 else "full_attention" for layer in range(num_layers)
+    ]
+    fields["windows"] = windows_by_kind(kinds, config.integer("sliding_window", 8192))
+    return ModelSpec(architecture="CwmForCausalLM", mlp_bias=config.flag("mlp_bias"), **fields)
 
 
 def read_internlm3(config: ConfigReader) -> ModelSpec:

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Final, TypeAlias
 
 from minisgl_backend.models.config_json import ConfigReader
-from minisgl_backend.models.families.cohere import read_cohere, read_cohere2
+from minisgl_backend.models.families.cohere import read_cohere, read_cohere2, read_cohere2_moe
 from minisgl_backend.models.families.fields import text_of_vl, text_part
 from minisgl_backend.models.families.gpt_oss import read_gpt_oss
 from minisgl_backend.models.families.lfm import read_lfm2, read_lfm2_moe
@@ -35,6 +35,7 @@ _DECODERS: Final[Mapping[str, _Read]] = MappingProxyType(
     {
         "cohere": read_cohere,
         "cohere2": read_cohere2,
+        "cohere2_moe": read_cohere2_moe,
         "gpt_oss": read_gpt_oss,
         "lfm2": read_lfm2,
         "lfm2_moe": read_lfm2_moe,
@@ -65,6 +66,7 @@ _SIZES: Final[Mapping[str, Mapping[str, int]]] = MappingProxyType(
         for kind, sizes in {
             "cohere": (8192, 22_528, 40, 64, 256_000),
             "cohere2": (8192, 22_528, 40, 64, 256_000),
+            "cohere2_moe": (8192, 22_528, 40, 64, 256_000),
             "gpt_oss": (2880, 2880, 36, 64, 201_088),
             "lfm2": (2560, 12_288, 32, 32, 65_536),
             "lfm2_moe": (2048, 7168, 32, 32, 65_536),

@@ -1,4 +1,4 @@
-"""OLMo 2 and 3, OLMoE, and OLMo Hybrid."""
+"""OLMo 2 and 3, OLMoE, FlexOlmo, and OLMo Hybrid."""
 
 from __future__ import annotations
 
@@ -59,12 +59,27 @@ def read_olmoe(config: ConfigReader) -> ModelSpec:
     if "clip_qkv" in config.values:
         raise ConfigError(f"{config.where}: clip_qkv is not supported")
     fields = _olmo_fields(config.with_defaults(max_position_embeddings=4096))
+    moe = _experts_everywhere(config, fields, num_experts=64, top_k=8)
+    return ModelSpec(architecture="OlmoeForCausalLM", moe=moe, **fields)
+
+
+def read_flex_olmo(config: ConfigReader) -> ModelSpec:
+    """``FlexOlmoForCausalLM``: OLMo 2 with experts in every layer."""
+    config = config.with_defaults(rms_norm_eps=1e-6, rope_theta=5e5, max_position_embeddings=4096)
+    fields = _olmo_fields(config)
+    moe = _experts_everywhere(config, fields, num_experts=7, top_k=5)
+    return ModelSpec(architecture="FlexOlmoForCausalLM", norms="after", moe=moe, **fields)
+
+
+def _experts_everywhere(
+    config: ConfigReader, fields: dict[str, Any], *, num_experts: int, top_k: int
+) -> MoeSpec:
+    """Experts in every layer, by default ``top_k`` of ``num_experts``."""
     experts = ExpertsSpec(
-        routing=read_routing(config, 64, 8, normalize=config.flag("norm_topk_prob")),
+        routing=read_routing(config, num_experts, top_k, normalize=config.flag("norm_topk_prob")),
         intermediate_size=fields["intermediate_size"],
     )
-    moe = MoeSpec(experts=experts, layers=frozenset(range(fields["num_layers"])))
-    return ModelSpec(architecture="OlmoeForCausalLM", moe=moe, **fields)
+    return MoeSpec(experts=experts, layers=frozenset(range(fields["num_layers"])))
 
 
 def read_olmo_hybrid(config: ConfigReader) -> ModelSpec:

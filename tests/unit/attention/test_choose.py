@@ -22,8 +22,8 @@ from minisgl_backend.attention.base import (
     DecodeRows,
     ExpandedHeads,
     GroupedDecode,
-    KVHeads,
     LayerAttention,
+    LayerHeads,
     PagedAttention,
     ScheduledDecode,
 )
@@ -73,7 +73,7 @@ def test_own_kernels_need_nothing(option: str | None) -> None:
 
 
 def test_each_kind_of_heads_has_a_backend_of_its_own() -> None:
-    narrow, wide = KVHeads(2, 64), KVHeads(1, 1024)
+    narrow, wide = LayerHeads(4, 2, 64), LayerHeads(4, 1, 1024)
     shape = replace(SETTING.shape, windows=(None, 8, None), by_layer=(narrow, wide, narrow))
     attention = choice(None, shape=shape, device=ACCELERATOR)
     assert attention.name == "triton+sdpa"  # heads of 1,024 are too large for the kernels

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from minisgl_backend.attention.base import AttentionShape, KVHeads
+from minisgl_backend.attention.base import AttentionShape, LayerHeads
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.execution.storage import (
     KVStorage,
@@ -73,7 +73,7 @@ def test_latents_are_keys_and_values_at_once() -> None:
 
 
 def test_layers_may_differ_in_their_heads() -> None:
-    wide, narrow = KVHeads(1, 16), KVHeads(2, 8)
+    wide, narrow = LayerHeads(2, 1, 16), LayerHeads(4, 2, 8)
     shape = replace(SHAPE, by_layer=(narrow, wide, narrow), windows=(5, None, 7))
     kv = KVStorage(shape, num_pages=3, page_size=4, dtype=torch.float32, device=torch.device("cpu"))
     heads = [layer.keys.shape[2:] for layer in kv.layers]

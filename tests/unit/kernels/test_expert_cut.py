@@ -122,3 +122,4 @@ def test_routers_that_the_kernels_know() -> None:
     assert not knows(replace(rule, num_groups=64, top_groups=32))
     assert not knows(replace(rule, num_experts=2048))
     assert not knows(replace(rule, top_k=64))
+    assert not knows(replace(rule, sigmoid=True, corrected=True, corrects_logits=True))

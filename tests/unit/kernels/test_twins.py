@@ -54,6 +54,13 @@ def test_rms_norm_is_torchs() -> None:
     torch.testing.assert_close(
         rms_norm.rms_norm(x, weight, 1e-5, centered=True), F.layer_norm(x, (40,), weight, eps=1e-5)
     )
+    bias, residual = torch.randn(2, 40)
+    torch.testing.assert_close(
+        rms_norm.fused_add_rms_norm(
+            x, residual.repeat(3, 1), weight, 1e-5, centered=True, bias=bias
+        ),
+        F.layer_norm(x + residual, (40,), weight, bias, 1e-5),
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -150,10 +157,31 @@ def test_soft_cap() -> None:
     torch.testing.assert_close(x, expected)
 
 
-def test_sigmoid_mul() -> None:
+def test_gelu() -> None:
+    x = torch.randn(3, 5)
+    inner = math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)
+    torch.testing.assert_close(activation.gelu(x), x / 2 * (1 + inner.tanh()))
+
+
+def test_xielu() -> None:
+    """Between ``eps`` and 0 the exponential is that of ``eps``."""
+    p, n, beta, eps = numbers = [0.3, -0.4, 0.25, -0.125]
+    x = [-8.0, -0.5, -0.0625, 0.0, 0.5, 3.0]
+    above, below = math.log1p(math.exp(p)), beta + math.log1p(math.exp(n))
+    expected = [
+        above * y**2 + beta * y if y > 0 else below * (math.expm1(min(y, eps)) - y) + beta * y
+        for y in x
+    ]
+    out = activation.xielu(torch.tensor([x]), torch.tensor(numbers))
+    torch.testing.assert_close(out, torch.tensor([expected]))
+
+
+def test_gates_of_attention() -> None:
     x, gate = torch.randn(3, 2, 4), torch.randn(3, 2, 4)
-    out = activation.sigmoid_mul(x, gate)
+    out = activation.gate_output(x, gate, "sigmoid")
     torch.testing.assert_close(out, (x / (1 + torch.exp(-gate))).flatten(1))
+    out = activation.gate_output(x, gate, "softplus")
+    torch.testing.assert_close(out, (x * torch.log(1 + torch.exp(gate))).flatten(1))
 
 
 def pages_of(caches: torch.Tensor) -> PagedKV:

@@ -265,6 +265,16 @@ def test_corrections_choose_among_scores_of_a_softmax() -> None:
     assert far.weights.tolist() == [[0.0, 0.0]]  # not 0 / 0
 
 
+def test_corrections_of_logits() -> None:
+    """Sigmoids are far closer to each other than the logits that they are made of."""
+    rule = RoutingRule(num_experts=3, top_k=1, normalize=False, sigmoid=True, corrected=True)
+    logits, correction = torch.tensor([[9.0, 6.0, 5.0]]), torch.tensor([-1.0, 0.0, 0.5])
+    assert choose(logits, rule, correction).ids.tolist() == [[2]]
+    found = choose(logits, replace(rule, corrects_logits=True), correction)
+    assert found.ids.tolist() == [[0]]
+    torch.testing.assert_close(found.weights, logits[:, :1].sigmoid())
+
+
 @pytest.mark.parametrize("sigmoid", [False, True])
 def test_corrections_keep_the_precision_of_float32(sigmoid: bool) -> None:
     spec = spec_of(sigmoid=sigmoid, corrected=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from minisgl_backend.attention.base import KVHeads
+from minisgl_backend.attention.base import LayerHeads
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.experts_spec import ExpertsSpec, RoutingRule, SharedExpert
 from minisgl_backend.gates import ClampedGate
@@ -27,11 +27,14 @@ from minisgl_backend.models.spec import (
 from minisgl_bench.dummy_model import SHAPES
 from tests.unit.models.config_jsons import (
     AFM_4_5B,
+    APERTUS_8B,
     AYA_VISION_32B,
     BAMBA_9B,
+    COMMAND_A_PLUS,
     COMMAND_R7B,
     COMMAND_R_08_2024,
     COMMAND_R_V01,
+    CWM,
     DEEPSEEK_V2,
     DEEPSEEK_V3,
     DOTS_LLM1,
@@ -40,6 +43,7 @@ from tests.unit.models.config_jsons import (
     EXAONE_4_5_33B,
     EXAONE_4_32B,
     FALCON_H1_0_5B,
+    FLEX_OLMO_7X7B,
     GEMMA_2_9B,
     GEMMA_3_1B,
     GEMMA_3_4B,
@@ -64,8 +68,11 @@ from tests.unit.models.config_jsons import (
     INTERNLM3_8B,
     INTERNVL_3_5_8B,
     IQUEST_CODER_40B,
+    JAIS_2_8B,
     K_EXAONE,
     KIMI_LINEAR_48B_A3B,
+    KOLIBRI_1,
+    LAGUNA_XS_2,
     LFM2_1_2B,
     LFM2_8B_A1B,
     LFM3_1_7B,
@@ -77,6 +84,7 @@ from tests.unit.models.config_jsons import (
     MINIMAX_M2,
     MINISTRAL_3_8B,
     MINISTRAL_8B,
+    MINITRON_4B,
     MISTRAL_7B,
     MISTRAL_SMALL_3_1,
     MISTRAL_SMALL_4,
@@ -102,6 +110,7 @@ from tests.unit.models.config_jsons import (
     SEED_OSS_36B,
     SMOLLM_3B,
     SOLAR_OPEN_100B,
+    STARCODER2_7B,
     TRINITY_NANO,
     YOUTU_LLM_2B,
 )
@@ -213,7 +222,7 @@ def test_gemma_3_leaves_most_of_its_config_out() -> None:
 def test_gemma_4_has_wider_heads_in_layers_without_a_window() -> None:
     spec = parse_spec(GEMMA_4_31B)
     assert spec.windows[:6] == (1024,) * 5 + (None,)
-    assert spec.kv_heads[:6] == (KVHeads(16, 256),) * 5 + (KVHeads(4, 512),)
+    assert spec.heads[:6] == (LayerHeads(32, 16, 256),) * 5 + (LayerHeads(32, 4, 512),)
     assert spec.keys_are_values == set(range(5, 60, 6)) and spec.value_norm
     local, wide = spec.ropes[0], spec.ropes[5]
     assert local is not None and (local.theta, local.scaling) == (1e4, "default")
@@ -272,8 +281,8 @@ def test_heads_of_single_layers_that_no_model_has(changes: dict[str, Any], messa
 @pytest.mark.parametrize("layer", ["34", "034"])
 def test_gemma_4_takes_the_heads_of_single_layers(layer: str) -> None:
     own = {"per_layer_config": {layer: {"head_dim": 64, "num_key_value_heads": 2}}}
-    heads = parse_spec({**GEMMA_4_E2B, **own}).kv_heads
-    assert heads[34] == KVHeads(2, 64) and set(heads[:34]) == {KVHeads(1, 256)}
+    heads = parse_spec({**GEMMA_4_E2B, **own}).heads
+    assert heads[34] == LayerHeads(8, 2, 64) and set(heads[:34]) == {LayerHeads(8, 1, 256)}
 
 
 def test_gemma_4_that_sees_without_an_encoder_has_no_inputs_of_each_layer() -> None:
@@ -290,7 +299,7 @@ def test_gemma_4_that_sees_without_an_encoder_has_no_inputs_of_each_layer() -> N
 def test_the_last_layer_of_gemma_4_has_no_window() -> None:
     spec = parse_spec({**GEMMA_4_E2B, "num_kv_shared_layers": 0, "layer_types": None})
     assert spec.windows[28:] == (512, None, *[512] * 4, None)  # 35 layers, every sixth
-    assert spec.kv_heads[-1] == KVHeads(1, 512)
+    assert spec.heads[-1] == LayerHeads(8, 1, 512)
 
 
 def test_gemma_4_has_experts_beside_each_block() -> None:
@@ -1442,8 +1451,8 @@ def test_parts_that_read_the_same_norm() -> None:
     assert 32.2 < spec.num_parameters / 1e9 < 32.4
     with pytest.raises(ConfigError, match="use_qk_norm True is not supported, only False"):
         parse_spec({**COMMAND_R_08_2024, "use_qk_norm": True})
-    with pytest.raises(ConfigError, match="norms that subtract the mean are supported only if"):
-        replace(spec, parallel_parts=False)
+    with pytest.raises(ConfigError, match="norms that subtract the mean are supported only of"):
+        replace(spec, parallel_parts=False, norms="after")
 
     spec = parse_spec(COMMAND_R_V01)
     assert (spec.context, spec.rope.scaling, spec.num_kv_heads) == (131072, "default", 64)
@@ -1460,6 +1469,36 @@ def test_parts_that_read_the_same_norm() -> None:
     assert parse_spec({**COMMAND_R7B, "layer_types": kinds}).ropes == (None,) * 32
 
 
+def test_experts_of_command() -> None:
+    spec = parse_spec(COMMAND_A_PLUS)
+    assert spec.moe is not None and spec.moe.layers == frozenset(range(1, 8))
+    experts, rule = spec.moe.experts, spec.moe.experts.routing
+    assert (rule.num_experts, rule.top_k, rule.scale) == (128, 8, 0.5)
+    assert rule.sigmoid and rule.normalize and not rule.corrected
+    assert experts.shared is not None and experts.shared.intermediate_size == 2 * 1024
+    assert spec.names.scaled == {".shared_experts.down_proj": 0.5}
+    assert (experts.intermediate_size, spec.intermediate_size) == (1024, 8192)
+    assert spec.windows == (None, 4096, 4096, 4096, None, 4096, 4096, 4096)
+    assert spec.ropes == (*[spec.rope] * 4, None, *[spec.rope] * 3)  # the first is dense
+    assert spec.centered_norms and spec.parallel_parts and spec.head_dim == 128
+
+    spec = parse_spec({**COMMAND_A_PLUS, "shared_expert_combination_strategy": "sum"})
+    assert spec.moe is not None and spec.moe.experts.routing.scale == 1.0 and not spec.names.scaled
+    changed = {"prefix_dense_sliding_window_pattern": 2, "rms_norm_eps": 1e-6}
+    spec = parse_spec({**COMMAND_A_PLUS, **changed, "first_k_dense_replace": 3})
+    assert spec.windows == (4096, None, 4096, 4096, 4096, 4096, None, 4096)
+    assert [rope is None for rope in spec.ropes] == [window is None for window in spec.windows]
+    assert (spec.norm_eps, spec.centered_norms) == (1e-6, False)
+    softmax = parse_spec(
+        {**COMMAND_A_PLUS, "expert_selection_fn": "softmax", "norm_topk_prob": False}
+    )
+    assert softmax.moe is not None and softmax.moe.experts.routing.normalize
+    assert parse_spec({**COMMAND_A_PLUS, "first_k_dense_replace": 8}).moe is None
+    for key, value in (("expert_selection_fn", "relu"), ("first_k_dense_replace", 9)):
+        with pytest.raises(ConfigError, match=key):
+            parse_spec({**COMMAND_A_PLUS, key: value})
+
+
 def test_the_square_of_relu_and_gates_of_gelu() -> None:
     spec = parse_spec(AFM_4_5B)
     assert spec.gate is None and (spec.rope.scaling, spec.context) == ("yarn", 81920)
@@ -1474,6 +1513,142 @@ def test_the_square_of_relu_and_gates_of_gelu() -> None:
     assert parse_spec({**GEMMA_7B, "hidden_activation": "gelu_pytorch_tanh"}) == spec
     with pytest.raises(ConfigError, match="hidden_activation must be 'gelu' or"):
         parse_spec({**GEMMA_7B, "hidden_activation": "relu"})
+
+
+def test_windows_of_cwm() -> None:
+    spec = parse_spec(CWM)
+    assert spec.windows == (None, 8192, 8192, 8192) * 16 and spec.ropes == ()
+    assert (spec.rope.scaling, spec.rope.factor, spec.head_dim) == ("llama3", 16.0, 128)
+    assert spec.eos_token_ids == {128001, 128008, 128009} and not spec.qkv_bias
+    assert 32.0 < spec.num_parameters / 1e9 < 33.0
+    bare = {key: value for key, value in CWM.items() if "rope" not in key}
+    assert parse_spec({**bare, "eos_token_id": None}) == spec
+    with pytest.raises(ConfigError, match="attention_bias True is not supported"):
+        parse_spec({**CWM, "attention_bias": True})
+
+
+def test_layer_norms_that_are_stored_less_one() -> None:
+    spec = parse_spec(MINITRON_4B)
+    assert spec.centered_norms and spec.norm_biases and spec.norm_offset == 1.0
+    assert spec.gate is None and not (spec.qkv_bias or spec.mlp_bias)
+    assert (spec.rope.rotated, spec.norm_eps, spec.head_dim) == (0.5, 1e-5, 128)
+    assert 4.1 < spec.num_parameters / 1e9 < 4.3
+    bare = {key: value for key, value in MINITRON_4B.items() if key != "partial_rotary_factor"}
+    assert parse_spec(bare) == spec
+    with pytest.raises(ConfigError, match="hidden_act 'silu' is not supported, only 'relu2'"):
+        parse_spec({**MINITRON_4B, "hidden_act": "silu"})
+
+
+def test_heads_of_laguna() -> None:
+    spec = parse_spec(LAGUNA_XS_2)
+    few, many = LayerHeads(48, 8, 128), LayerHeads(64, 8, 128)
+    assert spec.heads == (few, many, many, many) * 10
+    assert spec.windows == (None, 512, 512, 512) * 10
+    assert spec.gated_attention and spec.gates_apart and spec.head_gates
+    assert (spec.output_gate, spec.qk_norm) == ("softplus", "head")
+    assert [(rope.scaling, rope.theta, rope.rotated) for rope in spec.ropes[:2] if rope] == [
+        ("yarn", 5e5, 0.5),
+        ("default", 1e4, 1.0),
+    ]
+    assert spec.moe is not None and spec.moe.layers == frozenset(range(1, 40))
+    rule = spec.moe.experts.routing
+    assert (rule.num_experts, rule.top_k, rule.scale, rule.corrected) == (256, 8, 2.5, True)
+    assert (spec.num_gates(0), spec.num_gates(1)) == (48, 64)
+    assert 33 < spec.num_parameters / 1e9 < 34
+    shape = spec.attention_shape(2)
+    assert shape.by_layer[:2] == (LayerHeads(24, 4, 128), LayerHeads(32, 4, 128))
+    assert [(kind.num_heads, len(own)) for kind, own in shape.kinds] == [(24, 10), (32, 30)]
+    with pytest.raises(ConfigError, match="48 attention heads and 8 key-value heads cannot be spl"):
+        spec.attention_shape(32)
+
+    bare = {key: value for key, value in LAGUNA_XS_2.items() if key != "rope_parameters"}
+    assert [rope.rotated for rope in parse_spec(bare).ropes[:2] if rope] == [0.5, 1.0]
+    assert parse_spec({**LAGUNA_XS_2, "num_attention_heads_per_layer": None}).heads == ()
+    assert not parse_spec({**LAGUNA_XS_2, "gating": "per-element"}).head_gates
+    for key, value in (
+        ("gating", False),
+        ("moe_router_logit_softcapping", 30.0),
+        ("num_attention_heads_per_layer", [48] * 39),
+        ("num_attention_heads_per_layer", [0] * 40),
+        ("rope_parameters", {"rope_type": "default", "rope_theta": 1e4}),
+        ("attention_bias", True),
+    ):
+        with pytest.raises(ConfigError, match=f"{key} "):
+            parse_spec({**LAGUNA_XS_2, key: value})
+    uneven = [48, *[60] * 39]
+    with pytest.raises(ConfigError, match="60 attention heads cannot share 8 key-value heads"):
+        parse_spec({**LAGUNA_XS_2, "num_attention_heads_per_layer": uneven})
+
+
+def test_routers_that_correct_logits() -> None:
+    spec = parse_spec(KOLIBRI_1)
+    assert spec.moe is not None and spec.moe.layers == frozenset(range(50))
+    experts, rule = spec.moe.experts, spec.moe.experts.routing
+    assert (rule.num_experts, rule.top_k, rule.normalize, rule.wide) == (384, 6, False, True)
+    assert rule.sigmoid and rule.corrected and rule.corrects_logits
+    assert experts.shared is not None and experts.shared.intermediate_size == 512
+    assert (spec.norms, spec.qk_norm) == ("around", "head")
+    assert spec.windows == (513, 513, 513, 513, None) * 10
+    assert [rope is None for rope in spec.ropes] == [window is None for window in spec.windows]
+    assert 77 < spec.num_parameters / 1e9 < 79
+    renamed = {
+        ours
+        for theirs in (
+            "model.layers.0.post_attn_norm.weight",
+            "model.layers.0.post_self_attn_layernorm.weight",
+        )
+        for ours, _ in spec.names.weights(theirs, (2560,))
+    }
+    assert renamed == {"model.layers.0.post_attention_layernorm.weight"}
+    with pytest.raises(ConfigError, match="sliding_window must be an integer"):
+        parse_spec({**KOLIBRI_1, "sliding_window": None})
+
+
+def test_experts_of_flex_olmo() -> None:
+    spec = parse_spec(FLEX_OLMO_7X7B)
+    assert (spec.norms, spec.qk_norm, spec.norm_eps, spec.rope.theta) == (
+        "after",
+        "token",
+        1e-6,
+        5e5,
+    )
+    assert spec.moe is not None and spec.moe.layers == frozenset(range(32))
+    experts, rule = spec.moe.experts, spec.moe.experts.routing
+    assert (rule.num_experts, rule.top_k, rule.normalize, rule.sigmoid) == (7, 5, False, False)
+    assert (experts.intermediate_size, experts.shared) == (11008, None)
+    assert 33.0 < spec.num_parameters / 1e9 < 33.5
+
+
+def test_layer_norms_with_biases() -> None:
+    spec = parse_spec(STARCODER2_7B)
+    assert spec.centered_norms and spec.norm_biases and not spec.parallel_parts
+    assert spec.qkv_bias and spec.output_bias and spec.mlp_bias
+    assert spec.gate is None and spec.activation == "gelu" and spec.tie_embeddings
+    assert spec.windows == (4096,) * 32 and (spec.norm_eps, spec.context) == (1e-5, 16384)
+    assert 7.1 < spec.num_parameters / 1e9 < 7.2
+    assert not parse_spec({**STARCODER2_7B, "use_bias": False}).mlp_bias
+    with pytest.raises(ConfigError, match="norm_type 'rms_norm' is not supported"):
+        parse_spec({**STARCODER2_7B, "norm_type": "rms_norm"})
+    with pytest.raises(ConfigError, match="norms with biases are supported only if"):
+        replace(spec, centered_norms=False)
+
+    spec = parse_spec(JAIS_2_8B)
+    assert spec.centered_norms and spec.norm_biases and spec.qkv_bias and spec.mlp_bias
+    assert spec.gate is None and (spec.activation, spec.rope.theta) == ("relu2", 5e5)
+    assert 8.0 < spec.num_parameters / 1e9 < 8.2
+    with pytest.raises(ConfigError, match="hidden_act 'gelu' is not supported, only 'relu2'"):
+        parse_spec({**JAIS_2_8B, "hidden_act": "gelu"})
+
+
+def test_learned_activations() -> None:
+    spec = parse_spec(APERTUS_8B)
+    assert spec.gate is None and (spec.activation, spec.qk_norm) == ("xielu", "head")
+    assert (spec.rope.scaling, spec.rope.theta, spec.context) == ("llama3", 12e6, 65536)
+    assert 8.0 < spec.num_parameters / 1e9 < 8.1
+    bare = {key: value for key, value in APERTUS_8B.items() if "rope" not in key}
+    assert parse_spec(bare).rope == spec.rope
+    with pytest.raises(ConfigError, match="post_norm True is not supported, only False"):
+        parse_spec({**APERTUS_8B, "post_norm": True})
 
 
 def test_bounded_scores() -> None:
@@ -1636,8 +1811,17 @@ def test_every_architecture_is_tested() -> None:
             LFM2_8B_A1B,
             LFM3_1_7B,
             AFM_4_5B,
+            APERTUS_8B,
+            COMMAND_A_PLUS,
             COMMAND_R_08_2024,
             COMMAND_R7B,
+            STARCODER2_7B,
+            JAIS_2_8B,
+            CWM,
+            KOLIBRI_1,
+            LAGUNA_XS_2,
+            MINITRON_4B,
+            FLEX_OLMO_7X7B,
             GEMMA_7B,
             GEMMA_2_9B,
             OLMO_HYBRID_7B,

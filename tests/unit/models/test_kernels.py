@@ -151,6 +151,7 @@ def pages_of(model: Decoder) -> list[PagedKV]:
     + [(case, True) for case in ("granite-shared", "granite-swa", "granite-moe-swa-shared")]
     + [("afmoe", True), ("nemotron-h", True), ("nemotron-h-experts", True)]
     + [(case, True) for case in ("arcee-biases", "cohere-biases", "cohere2", "gemma", "gemma2")]
+    + [("apertus", True), ("cohere2-moe", True), ("starcoder2", True), ("laguna", True)]
     + [("lfm2", True), ("lfm2-moe", True), ("lfm3", True)]
     + [("olmo-hybrid", True), ("kimi-linear", True)]
     + [("granite-hybrid", True), ("granite-hybrid-dense", True)]

@@ -288,6 +288,14 @@ def test_a_missing_tensor_has_the_publishers_name(checkpoints: Path, tmp_path: P
         ("olmo-hybrid", "model.layers.2.linear_attn.o_norm.weight"),
         ("nemotron-h", "backbone.embeddings.weight"),
         ("kimi-k25", "language_model.model.blocks.0.input_layernorm.weight"),
+        ("apertus", "model.layers.1.attention_layernorm.weight"),
+        ("apertus", "model.layers.0.mlp.act_fn.alpha_n"),
+        ("starcoder2", "model.layers.1.mlp.c_proj.bias"),
+        ("starcoder2", "model.norm.bias"),
+        ("kolibri1", "model.layers.1.post_ffn_norm.weight"),
+        ("kolibri1", "model.layers.4.moe.router.expert_bias"),
+        ("laguna", "model.layers.1.self_attn.g_proj.weight"),
+        ("laguna", "model.layers.2.mlp.shared_expert.up_proj.weight"),
     ],
 )
 def test_names_that_only_some_publishers_have(tmp_path: Path, case: str, name: str) -> None:

@@ -1,0 +1,27 @@
+"""Nemotron before its hybrids: Minitron, Nemotron-Mini and Nemotron-4."""
+
+from __future__ import annotations
+
+from minisgl_backend.models.common_fields import common_fields
+from minisgl_backend.models.config_json import ConfigReader
+from minisgl_backend.models.families.fields import attention_biases, check_supported
+from minisgl_backend.models.spec import ModelSpec
+
+
+def read_nemotron(config: ConfigReader) -> ModelSpec:
+    """``NemotronForCausalLM``: LayerNorms, whose weights are stored less 1, the square of ReLU in
+    place of gates, and heads of which a part rotates, by default half."""
+    check_supported(config, {"hidden_act": "relu2"})
+    config = config.with_values(
+        hidden_act="silu", rms_norm_eps=config.number("norm_eps", 1e-5)
+    ).with_defaults(partial_rotary_factor=0.5, max_position_embeddings=4096)
+    return ModelSpec(
+        architecture="NemotronForCausalLM",
+        centered_norms=True,
+        norm_biases=True,
+        norm_offset=1.0,
+        gate=None,
+        mlp_bias=config.flag("mlp_bias"),
+        **attention_biases(config),
+        **common_fields(config, partial=True),
+    )

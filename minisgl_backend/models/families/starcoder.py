@@ -1,0 +1,48 @@
+"""StarCoder 2: LayerNorms with biases, and GELU in place of gates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final
+
+from minisgl_backend.models.common_fields import common_fields
+from minisgl_backend.models.config_json import ConfigReader
+from minisgl_backend.models.families.fields import check_supported, read_window
+from minisgl_backend.models.spec import ModelSpec
+from minisgl_backend.models.tensor_names import TensorNames
+
+_SUPPORTED: Final[Mapping[str, object]] = MappingProxyType(
+    {
+        "hidden_act": "gelu_pytorch_tanh",
+        "mlp_type": "default",
+        "norm_type": "layer_norm",
+        "scale_attn_weights": True,
+    }
+)
+"""The only supported values of these keys."""
+
+
+def read_starcoder2(config: ConfigReader) -> ModelSpec:
+    """``Starcoder2ForCausalLM``: all layers may have a window, and all projections biases."""
+    check_supported(config, _SUPPORTED)
+    config = config.with_values(
+        hidden_act="silu", rms_norm_eps=config.number("norm_epsilon", 1e-5)
+    ).with_defaults(num_key_value_heads=2, max_position_embeddings=4096, tie_word_embeddings=True)
+    fields = common_fields(config)
+    fields["windows"] = (read_window(config),) * fields["num_layers"]
+    biases = config.flag("use_bias", True)
+    return ModelSpec(
+        architecture="Starcoder2ForCausalLM",
+        centered_norms=True,
+        norm_biases=True,
+        qkv_bias=biases,
+        output_bias=biases,
+        mlp_bias=biases,
+        gate=None,
+        activation="gelu",
+        names=TensorNames(
+            renamed=((".mlp.c_fc.", ".mlp.up_proj."), (".mlp.c_proj.", ".mlp.down_proj."))
+        ),
+        **fields,
+    )

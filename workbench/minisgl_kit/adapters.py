@@ -69,7 +69,8 @@ def adapted_shapes(spec: ModelSpec) -> Iterator[tuple[str, int, int]]:
             times = 2 if spec.gated_attention and not spec.gates_apart else 1
             yield f"{attention}.q_proj", queries * times, hidden
             if spec.gates_apart:
-                yield f"{attention}.gate_proj", queries, hidden
+                gates = spec.num_heads if spec.head_gates else queries
+                yield f"{attention}.gate_proj", gates, hidden
             if spec.kv_source(layer) == layer:
                 yield f"{attention}.k_proj", keys, hidden
                 if layer not in spec.keys_are_values:

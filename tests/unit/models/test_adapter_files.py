@@ -26,7 +26,7 @@ from minisgl_backend.models.tensor_names import MULTIMODAL
 from minisgl_backend.precheck import check_options
 from minisgl_backend.server import options as server_options
 from minisgl_backend.server.options import checked
-from minisgl_kit.adapters import write_adapter
+from minisgl_kit.adapters import adapted_shapes, write_adapter
 from tests.unit.models.config_jsons import LFM2_1_2B, LFM3_1_7B
 
 SPEC = load_spec(Path(DEMO_MODEL))
@@ -310,6 +310,17 @@ def test_a_layer_that_the_file_lacks_is_named_as_the_others_are(
         missing = f"the adapter lacks {file}.{lacking}.{theirs}.lora_A.weight"
         with pytest.raises(ConfigError, match=f"{re.escape(missing)}$"):
             open_adapter(folder, known, spec.names, max_rank=4)
+
+
+def test_adapters_for_tests_have_the_sizes_of_gates() -> None:
+    """A gate of a head is one number, or as many as the head has elements."""
+    of_heads = parse_spec(LFM3_1_7B)
+    for spec, size in (
+        (of_heads, of_heads.num_heads),
+        (replace(of_heads, head_gates=False), of_heads.num_heads * of_heads.head_dim),
+    ):
+        sizes = {outs for name, outs, _ in adapted_shapes(spec) if "self_attn.gate_proj" in name}
+        assert sizes == {size}
 
 
 def test_numbers_that_are_not_finite_are_named(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, get_args
@@ -603,14 +603,20 @@ def test_thoughts_of_gemma_beside_a_text_and_calls() -> None:
     template = Template.of(chat, chat_format)
     assert chat.generation(Policy(1.0, 16), template).parameters["skip_special_tokens"] is False
     for pieces in ([said], [*said]):
-        reader = chat.reader(template)
-        deltas = [Delta(piece) for piece in pieces] + [Delta(finish_reason="stop")]
-        found = [reader.push(delta) for delta in deltas]
-        thoughts = "".join(piece.thoughts for piece in found)
+        thoughts, text, calls = found_in(chat, template, pieces)
         assert thoughts == "Is it wet? <|tool_call>call:now{}<tool_call|>"
-        assert "".join(piece.text for piece in found) == "I look."
-        calls = [call for piece in found for call in piece.calls]
-        assert calls == [CalledTool("weather", '{"days": 3}')]
+        assert (text, calls) == ("I look.", [CalledTool("weather", '{"days": 3}')])
+
+
+def found_in(
+    chat: Chat, template: Template, pieces: Sequence[str]
+) -> tuple[str, str, list[CalledTool]]:
+    """The thoughts, the text and the calls of an answer that comes in pieces."""
+    reader = chat.reader(template)
+    deltas = [Delta(piece) for piece in pieces] + [Delta(finish_reason="stop")]
+    found = [reader.push(delta) for delta in deltas]
+    calls = [call for piece in found for call in piece.calls]
+    return "".join(p.thoughts for p in found), "".join(p.text for p in found), calls
 
 
 CHAT: Final[list[dict[str, Any]]] = [
@@ -796,11 +802,7 @@ def test_texts_of_command_come_without_their_marks() -> None:
         template = Template.of(chat, chat_format)
         assert chat.generation(Policy(1.0, 16), template).parameters["skip_special_tokens"] is False
         for pieces in ([said], [*said]):
-            reader = chat.reader(template)
-            deltas = [Delta(piece) for piece in pieces] + [Delta(finish_reason="stop")]
-            found = [reader.push(delta) for delta in deltas]
-            assert "".join(piece.thoughts for piece in found) == "It may rain."
-            assert "".join(piece.text for piece in found) == "It rains."
+            assert found_in(chat, template, pieces) == ("It may rain.", "It rains.", [])
 
 
 def test_a_text_of_command_may_stand_between_its_marks_beside_a_strict_tool(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from itertools import pairwise
 from typing import Any, Final
 
 import pytest
@@ -13,7 +12,7 @@ from minisgl_gateway.call_syntax import MOST_DEPTH, CalledTool
 from minisgl_gateway.python_calls import LFM, spelled
 from minisgl_gateway.tool_calls import CallReader
 
-from tests.gateway.test_tool_calls import read
+from tests.gateway.test_tool_calls import pieces_of, read
 
 WEATHER: Final = CalledTool("weather", '{"city": "Bogotá"}')
 NOW: Final = CalledTool("now", "{}")
@@ -118,8 +117,7 @@ VALUES: Final = st.recursive(
 def test_calls_are_read_as_they_are_spelled(arguments: dict[str, Any], cuts: list[int]) -> None:
     functions = [{"name": "f", "arguments": json.dumps(arguments)}, {"name": "g"}]
     text = spelled(functions)
-    bounds = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
-    f, g = read(LFM, *(text[begin:end] for begin, end in pairwise(bounds)))
+    f, g = read(LFM, *pieces_of(text, cuts))
     assert isinstance(f, CalledTool) and g == CalledTool("g", "{}")
     assert (f.name, json.loads(f.arguments)) == ("f", arguments)
 

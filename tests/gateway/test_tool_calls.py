@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import Any, Final
 
@@ -67,6 +68,12 @@ def read(syntax: Syntax, *pieces: str, closed: bool = False) -> list[str | Calle
             joined.append(part)
     assert reader.num_calls == sum(isinstance(part, CalledTool) for part in joined)
     return joined
+
+
+def pieces_of(text: str, cuts: Iterable[int]) -> Iterator[str]:
+    """The pieces of a text that is cut at these places, as far as it has them."""
+    bounds = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
+    return (text[begin:end] for begin, end in pairwise(bounds))
 
 
 @pytest.mark.parametrize("name", SYNTAXES)
@@ -297,8 +304,7 @@ def test_cuts_do_not_matter_and_nothing_is_lost(
     name: str, parts: list[str], cuts: list[int]
 ) -> None:
     text = "".join(parts)
-    bounds = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
-    found = read(SYNTAXES[name], *(text[begin:end] for begin, end in pairwise(bounds)))
+    found = read(SYNTAXES[name], *pieces_of(text, cuts))
     assert found == read(SYNTAXES[name], text)
     pattern = ""
     for part in found:

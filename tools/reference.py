@@ -47,11 +47,11 @@ for `llm_engine`. A client that asks it alone, and names no outputs or some of t
 stand for, special tokens spelled out; `max_sequence_length`, INT32[1], the most tokens of a prompt
 and its answer; and `chat_format`, STRING[1], what the chat template shows of the answer to a chat,
 as JSON (null for other prompts): `tool_dialect`, how calls of tools are written (`hermes`,
-`qwen_xml`, `glm`, `minimax`, `seed`, `gemma4`, `llama3_json`, `mistral`, `harmony`, or null), and
-`tool_marks`, which of the dialect's marks the template writes; `thinking`, the marks around a
-section of thoughts, or null, and `begins_thinking`, whether the prompt has begun one; and
-`variables`, the names that the template reads. Then the text may be longer than the context, and
-full queues turn nothing away.
+`qwen_xml`, `glm`, `minimax`, `seed`, `gemma4`, `llama3_json`, `mistral`, `nemotron`, `lfm2`,
+`command`, `harmony`, or null), and `tool_marks`, which of the dialect's marks the template writes;
+`thinking`, the marks around a section of thoughts, or null, and `begins_thinking`, whether the
+prompt has begun one; and `variables`, the names that the template reads. Then the text may be
+longer than the context, and full queues turn nothing away.
 """
 
 _OUTPUTS: Final = """\

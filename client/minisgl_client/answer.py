@@ -18,6 +18,9 @@ ToolDialect: TypeAlias = Literal[
     "gemma4",
     "llama3_json",
     "mistral",
+    "nemotron",
+    "lfm2",
+    "command",
     "harmony",
 ]
 """How models write tool calls."""

@@ -4,8 +4,12 @@
     LLAMA    {"name": ..., "parameters": {...}}, also after <|python_tag|>, with ; between two
     MISTRAL  [TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...], or, in its newer form,
              [TOOL_CALLS]name[ARGS]{...}, again and again
+    NEMOTRON <TOOLCALL>[{"name": ..., "arguments": {...}}, ...]</TOOLCALL>
+    COMMAND  <|START_ACTION|>[{"tool_call_id": ..., "tool_name": ..., "parameters": {...}}, ...]
+             <|END_ACTION|>; texts stand between <|START_RESPONSE|> and <|END_RESPONSE|>
 
-``tagged_calls`` and ``bare_calls`` have those whose arguments are not one JSON object.
+``tagged_calls``, ``bare_calls`` and ``python_calls`` have those whose arguments are not one JSON
+object.
 
 Calls are read character by character, since they come in pieces of any size; so JSON, too, is read
 by generators to which characters are sent. Must not know the text around calls (``tool_calls``).
@@ -18,11 +22,17 @@ import re
 import string
 from collections.abc import Callable, Collection, Generator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Final, TypeAlias
 
 PYTHON_TAG: Final = "<|python_tag|>"
 CALL_ID: Final = "[CALL_ID]"
 ARGUMENTS: Final = "[ARGS]"
+RESPONSES: Final = (
+    ("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+    ("<|START_TEXT|>", "<|END_TEXT|>"),
+)
+"""The marks around a text of Command's, by its version."""
 
 BLANKS: Final = " \t\n\r"
 MOST_DEPTH: Final = 200
@@ -95,17 +105,11 @@ def _follow_mistral() -> Following:
     yield from mark(MISTRAL.openings[0])
     char = yield from blanks()
     if char == "[":
-        while True:
-            called = _called((yield from _members((yield from blanks()))))
-            char = yield from blanks(first=(yield called))
-            if char == "]":
-                return None
-            if char != ",":
-                raise NotACall
-    name, char = yield from _word_of_name(char)
+        return (yield from listed((yield from blanks())))
+    name, char = yield from plain_name(char)
     if char == ARGUMENTS[0]:
         if (yield from mark(ARGUMENTS, CALL_ID, first=char)) == CALL_ID:
-            _, char = yield from _word_of_name((yield None))
+            _, char = yield from plain_name((yield None))
             yield from mark(ARGUMENTS, first=char)
         char = yield from blanks()
     if char != "{":
@@ -115,17 +119,59 @@ def _follow_mistral() -> Following:
     return CalledTool(name, sendable("".join(written)))
 
 
+def _follow_nemotron() -> Following:
+    yield from mark(NEMOTRON.openings[0])
+    if (yield from blanks()) != "[":
+        raise NotACall
+    return (yield from listed((yield from blanks()), "</TOOLCALL>"))
+
+
+def _follow_command() -> Following:
+    action, *frames = COMMAND.openings
+    if (yield from mark(action, *frames)) != action:
+        return None
+    if (yield from blanks()) != "[":
+        raise NotACall
+    return (yield from listed((yield from blanks()), "<|END_ACTION|>", name="tool_name"))
+
+
+def _follow_response() -> Following:
+    yield from mark(*RESPONSE.openings)
+    return None
+
+
+def listed(first: str, closing: str = "", *, name: str = "name") -> Following:
+    """The calls of a JSON list, of which the bracket and the ``first`` character behind it are
+    read, and the ``closing`` behind the list. The functions' names are members with ``name``."""
+    char = first
+    while True:
+        called = _called((yield from _members(char)), name)
+        char = yield from blanks(first=(yield called))
+        if char == "]":
+            break
+        if char != ",":
+            raise NotACall
+        char = yield from blanks()
+    if closing:
+        yield from mark(closing, first=(yield from blanks()))
+    return None
+
+
 HERMES: Final = Syntax(("<tool_call>",), _follow_hermes, closing="</tool_call>")
 LLAMA: Final = Syntax((PYTHON_TAG, '{"name"', '{"type": "function"'), _follow_llama, separator=";")
 """Other JSON in the middle of text is not a call, even if it looks like one."""
 MISTRAL: Final = Syntax(("[TOOL_CALLS]",), _follow_mistral)
+NEMOTRON: Final = Syntax(("<TOOLCALL>",), _follow_nemotron)
+RESPONSE: Final = Syntax(tuple(chain(*RESPONSES)), _follow_response)
+"""Answers of Command's without calls."""
+COMMAND: Final = Syntax(("<|START_ACTION|>", *RESPONSE.openings), _follow_command)
 
 
-def _called(members: Mapping[str, str]) -> CalledTool:
-    """The call that an object describes."""
-    if "name" not in members or ("arguments" in members and "parameters" in members):
+def _called(members: Mapping[str, str], key: str = "name") -> CalledTool:
+    """The call that an object describes; ``key`` is that of the function's name."""
+    if key not in members or ("arguments" in members and "parameters" in members):
         raise NotACall
-    name = json.loads(members["name"])
+    name = json.loads(members[key])
     arguments = members.get("arguments", members.get("parameters", "{}"))
     if not name or name != _without_surrogates(name):
         raise NotACall
@@ -154,7 +200,13 @@ def _without_surrogates(text: str) -> str:
 # --- JSON, character by character ----------------------------------------------------------------
 
 _Reading: TypeAlias = Generator[None, str, str]
-_FIRSTS: Final = {"name": '"', "arguments": "{", "parameters": "{", "type": '"'}
+_FIRSTS: Final = {
+    "name": '"',
+    "tool_name": '"',
+    "arguments": "{",
+    "parameters": "{",
+    "type": '"',
+}
 """What the values of a call's members begin with."""
 _WORD: Final = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?|true|false|null", re.A)
 WORD_CHARS: Final = frozenset("+-.0123456789abcdefghijklmnopqrstuvwxyzE")
@@ -343,8 +395,8 @@ def mark(*marks: str, first: str = "") -> _Reading:
     return read
 
 
-def _word_of_name(first: str) -> Generator[None, str, tuple[str, str]]:
-    """A plain name, and the character after it."""
+def plain_name(first: str) -> Generator[None, str, tuple[str, str]]:
+    """A plain name (``is_plain_name``), and the character after it."""
     name, char = yield from word_of(first, _NAME_CHARS, most=MOST_NAME_CHARS)
     if not name:
         raise NotACall

@@ -156,7 +156,7 @@ class Chat:
                 separates_thoughts=self.separates_thoughts,
             )
             return AnswerReader(reader=channels)
-        calls = None
+        calls = template.dialect.text_reader()
         if self.offers_tools:
             calls = template.dialect.reader(self.tools, calls_alone=self.calls.required)
         thoughts = None

@@ -150,7 +150,8 @@ _ONLY_EMBEDS: Final = frozenset(
 """How the engine says that the model makes no answers; callers know no ``embed``."""
 _TOO_LONG: Final = re.compile(
     r"(?:max_tokens (?P<max_tokens>\d+) with a )?prompt of (?P<length>(?:more than )?\d+ \w+) "
-    r"(?:does not fit the context of|exceeds the context of|needs \d+ pages of) (?P<context>\d+)"
+    r"(?:does not fit the context of|does not fit the KV cache, which has room for|"
+    r"exceeds the context of|needs \d+ pages of) (?P<context>\d+)"
     r"(?: tokens, the KV cache has (?P<num_pages>\d+))?"
 )
 """How the engine says that a prompt is too long; at this code OpenAI's clients shorten the chat."""

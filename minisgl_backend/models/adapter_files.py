@@ -26,12 +26,14 @@ from minisgl_backend.layers.weight_place import FLOATS
 from minisgl_backend.models.adapter_config import CONFIG, AdapterConfig, check_adapter_folder
 from minisgl_backend.models.checkpoint import TensorHeader, read_header
 from minisgl_backend.models.config_json import read_json
-from minisgl_backend.models.tensor_names import TensorNames
+from minisgl_backend.models.tensor_names import LAYER, TensorNames
 from minisgl_backend.models.weights import load_tensors
 
 _WEIGHTS: Final = "adapter_model.safetensors"
 _PREFIX: Final = "base_model.model."
 _TENSOR: Final = re.compile(r"(.+)\.lora_([AB])\.weight")
+_NUMBER: Final = re.compile(r"\.\d+\.")
+"""A layer's in the name of a module."""
 _NEVER: Final = ("lm_head", "model.embed_tokens")
 """What ``all-linear`` does not include."""
 
@@ -129,10 +131,10 @@ def open_adapter(
             if part in factors:
                 raise ConfigError(f"{a} and {factors[part].a} of the adapter are of one module")
             factors[part] = Factors(a, b, rows, rank, scaling)
-    for name in projections:
-        module = names.merged_module(name)
-        if name not in factors and config.targets(module):
-            raise ConfigError(f"the adapter lacks {_PREFIX}{module}.lora_A.weight")
+    for name in (name for name in projections if name not in factors):
+        targeted = next(filter(config.targets, _spellings(name, factors, names)), None)
+        if targeted is not None:
+            raise ConfigError(f"the adapter lacks {_PREFIX}{targeted}.lora_A.weight")
     if not factors:
         raise ConfigError(f"{path} adds to no projection of the model")
     rank = max(each.rank for each in factors.values())
@@ -190,6 +192,26 @@ def _parts(module: str, num_rows: int, names: TensorNames) -> dict[str, slice]:
         if stored.period is None:  # no projection that takes adapters is scattered
             parts[weight.removesuffix(".weight")] = rows
     return parts
+
+
+def _spellings(name: str, factors: Mapping[str, Factors], names: TensorNames) -> Iterator[str]:
+    """The names that a projection's module may have in the file: as other layers' modules of the
+    kind are named there, as in the checkpoint, and as in the decoder."""
+    layer, kind = _layer_and_kind(name)
+    for other, found in factors.items():
+        if _layer_and_kind(other)[1] == kind:
+            module = _TENSOR.fullmatch(found.a.removeprefix(_PREFIX))
+            assert module is not None, "else it is no pair"
+            yield _NUMBER.sub(f".{layer}.", module[1], count=1)
+            break
+    yield names.in_checkpoint(f"{name}.weight", "model.").removesuffix(".weight")
+    yield names.merged_module(name)
+
+
+def _layer_and_kind(name: str) -> tuple[str, str]:
+    """The number of a projection's layer, and its name in the layer; both empty outside layers."""
+    found = LAYER.match(name)
+    return (found[1], name[found.end() :]) if found else ("", "")
 
 
 def _why_not(name: str) -> str:

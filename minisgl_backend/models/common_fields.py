@@ -74,10 +74,11 @@ def read_rope(
     *,
     partial: bool = False,
     given: Mapping[str, Any] | None = None,
+    kind: str | None = None,
 ) -> RopeSpec:
-    """The rotary embedding in either spelling, or as ``given``; ``ConfigError`` if it is not
-    supported."""
-    spelling = "rope_parameters"
+    """The rotary embedding in either spelling, or as ``given`` for the layers of a ``kind`` of
+    attention; ``ConfigError`` if it is not supported."""
+    spelling = "rope_parameters" if kind is None else f"rope_parameters: {kind}"
     if given is None:
         former, given = config.table("rope_scaling"), config.table("rope_parameters")
         if former and not given:
@@ -86,6 +87,7 @@ def read_rope(
         given = {**former, **given}
     theta = config.number("rope_theta", 10_000.0)
     rope = ConfigReader({"rope_theta": theta, **given}, f"{config.where}: {spelling}")
+    where = config.where if kind is None else rope.where
     for key, value in given.items():
         if isinstance(value, dict):
             raise ConfigError(
@@ -96,7 +98,7 @@ def read_rope(
     beside = config.number("partial_rotary_factor", 1.0, maximum=1.0)
     rotated = rope.number("partial_rotary_factor", beside, maximum=1.0)
     if rotated != 1.0 and not partial and scaling != "proportional":
-        raise ConfigError(f"{config.where}: partial_rotary_factor {rotated:g} is not supported")
+        raise ConfigError(f"{where}: partial_rotary_factor {rotated:g} is not supported")
     theta = rope.number("rope_theta")
     if theta <= 1:
         raise rope.error("rope_theta", "above 1", theta)
@@ -124,7 +126,7 @@ def read_rope(
     if scaling == "longrope":
         return _longrope(rope, common)
     raise ConfigError(
-        f"{config.where}: rope type {scaling!r} is not supported; supported are default, linear, "
+        f"{where}: rope type {scaling!r} is not supported; supported are default, linear, "
         "dynamic, llama3, yarn, longrope and proportional"
     )
 

@@ -192,10 +192,11 @@ class LLM:
     ) -> Generator[tuple[IntArray, SamplingParams], None, None]:
         """The token ids of each prompt, int32[num_prompt_tokens], and its sampling parameters.
         Tokenizes several prompts at a time."""
+        encode = partial(_encode, self._encoder, self._engine.most_tokens)
         if len(generations) == 1:
-            yield _encode(self._encoder, generations[0])
+            yield encode(generations[0])
         else:  # jobs must not refer to this object, else a thread of the pool might collect it
-            jobs = [partial(_encode, self._encoder, generation) for generation in generations]
+            jobs = [partial(encode, generation) for generation in generations]
             yield from self._submitter.run_all(jobs)
 
     def _prepared(self, generation: Generation, ids: IntArray, arrived_s: float) -> PreparedPrompt:
@@ -225,10 +226,12 @@ class LLM:
         return PreparedPrompt(samples, start, generation.arrival_time_ns)
 
 
-def _encode(encoder: PromptEncoder, generation: Generation) -> tuple[IntArray, SamplingParams]:
+def _encode(
+    encoder: PromptEncoder, most_tokens: int, generation: Generation
+) -> tuple[IntArray, SamplingParams]:
     prompt = encoder.rendered(generation.prompt)
     sampling = encoder.after_thinking(generation.sampling, prompt)
-    return encoder.encode(prompt), sampling
+    return encoder.encode(prompt, most_tokens), sampling
 
 
 def _end(submitter: Submitter, maker: int) -> None:

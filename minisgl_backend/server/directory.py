@@ -1,10 +1,12 @@
-"""The private directory of a server, and what is left of servers that were killed.
+"""The private directory of a server, its shared memory, and what is left of servers that were
+killed.
 
-All processes of a server hold a lock on its directory: the starter, tritonserver and its models. So
-if a directory is not locked, none of them is left, however they ended, and the next start removes
-the directory and the shared memory that a file in it names. The lock is on the directory itself,
-since systemd-tmpfiles, which removes files that are ten days old, respects such a lock. Must not
-know what else servers keep there.
+All processes of a server hold two locks: the starter, tritonserver and its models. One is on its
+directory, the other on a file beside its shared memory. So if one of these is not locked, no
+process is left, however they ended, and the next start removes what it stands for: either may be
+gone before the other, and containers may share one of the places only. The first lock is on the
+directory itself, since systemd-tmpfiles, which removes files that are ten days old, respects such a
+lock. Must not know what else servers keep there.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import fcntl
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -21,8 +24,10 @@ from minisgl_backend.errors import ConfigError
 
 SHARED_MEMORY: Final = Path("/dev/shm")
 _PREFIX: Final = "minisgl-"
-_REGIONS: Final = "regions"
-"""The file that holds the prefix of the shared memory's names."""
+_MARKER: Final = "server"
+"""The file that tells the directory of a server from others."""
+_LOCK: Final = "lock"
+"""What follows the prefix in the name of the locked file beside the shared memory."""
 _LONGEST_BASE: Final = 40
 """Sockets live in the directory, and a socket's path must be short."""
 _LEAST_BYTES: Final = 2**20
@@ -31,14 +36,15 @@ _LEAST_SHARED_BYTES: Final = 8 * 2**20
 """Each of three processes begins with 1 MiB, and takes more as requests come."""
 
 
-def make_directory(shared_memory_prefix: str) -> tuple[Path, int]:
-    """A fresh directory of mode 0700, and the descriptor that holds its lock.
+def make_directory(shared_memory_prefix: str) -> tuple[Path, tuple[int, int]]:
+    """A fresh directory of mode 0700, and the descriptors that hold the server's locks.
 
     Raises ``ConfigError`` if there is no place for it, or none for shared memory.
     """
     base = _base()
     _check_room(base, _LEAST_BYTES)
     _check_room(SHARED_MEMORY, _LEAST_SHARED_BYTES, " at least (in Docker: --shm-size)")
+    place = base
     with contextlib.ExitStack() as undo:
         try:
             directory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
@@ -46,37 +52,78 @@ def make_directory(shared_memory_prefix: str) -> tuple[Path, int]:
             lock = os.open(directory, os.O_RDONLY)
             undo.callback(os.close, lock)
             fcntl.flock(lock, fcntl.LOCK_EX)
-            (directory / _REGIONS).write_text(shared_memory_prefix, "utf-8")
+            (directory / _MARKER).touch()
+            place = SHARED_MEMORY
+            lock_of_regions = _lock_regions(shared_memory_prefix)
         except OSError as error:
-            raise ConfigError(f"{base} takes no files: {error.strerror}") from None
+            raise ConfigError(f"{place} takes no files: {error.strerror}") from None
         undo.pop_all()
-    return directory, lock
+    return directory, (lock, lock_of_regions)
 
 
 def regions(shared_memory_prefix: str) -> list[Path]:
     """The files of a server's shared memory."""
-    return sorted(SHARED_MEMORY.glob(shared_memory_prefix + "*"))
+    found = set(SHARED_MEMORY.glob(shared_memory_prefix + "*"))
+    return sorted(found - {_lock_of(shared_memory_prefix)})
+
+
+def remove_regions(shared_memory_prefix: str) -> None:
+    """Remove a server's shared memory, and the locked file beside it, by which it is found."""
+    for region in (*regions(shared_memory_prefix), _lock_of(shared_memory_prefix)):
+        with contextlib.suppress(OSError):  # gone by now, or another user's of the same name
+            region.unlink()
 
 
 def sweep() -> list[Path]:
-    """Remove what is left of this user's servers that have no process; returns the directories."""
+    """Remove what is left of this user's servers that have no process; returns the directories, and
+    the locked files beside shared memory."""
     swept = []
     for directory in _base().glob(_PREFIX + "*"):
-        with contextlib.suppress(OSError):  # another user's, not a server's, in use, or gone by now
-            lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-            try:
-                if os.fstat(lock).st_uid != os.getuid():
-                    continue
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                prefix = (directory / _REGIONS).read_text("utf-8")
-                if prefix.startswith(_PREFIX):
-                    for region in regions(prefix):
-                        region.unlink(missing_ok=True)
-                    shutil.rmtree(directory, ignore_errors=True)
-                    swept.append(directory)
-            finally:
-                os.close(lock)
+        with _unused(directory, os.O_DIRECTORY) as is_unused:
+            if is_unused and (directory / _MARKER).exists():
+                shutil.rmtree(directory, ignore_errors=True)
+                swept.append(directory)
+    for lock in SHARED_MEMORY.glob(f"{_PREFIX}*-{_LOCK}"):
+        with _unused(lock) as is_unused:
+            if is_unused:
+                remove_regions(lock.name.removesuffix(_LOCK))
+                swept.append(lock)
     return swept
+
+
+def _lock_of(prefix: str) -> Path:
+    return SHARED_MEMORY / f"{prefix}{_LOCK}"
+
+
+def _lock_regions(prefix: str) -> int:
+    """Create the file beside a server's shared memory; returns the descriptor that holds its lock.
+
+    It has its name only once it is locked, so nobody takes it for one that was left.
+    """
+    descriptor, unnamed = tempfile.mkstemp(prefix=f".{prefix}", dir=SHARED_MEMORY)
+    with contextlib.ExitStack() as undo:
+        undo.callback(os.close, descriptor)
+        undo.callback(Path(unnamed).unlink)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        os.rename(unnamed, _lock_of(prefix))
+        undo.pop_all()
+    return descriptor
+
+
+@contextlib.contextmanager
+def _unused(path: Path, flags: int = 0) -> Iterator[bool]:
+    """Whether a file is this user's and no process holds its lock; nobody can take it meanwhile."""
+    with contextlib.ExitStack() as held:
+        is_unused = False
+        with contextlib.suppress(
+            OSError
+        ):  # another user's, not a directory, in use, or gone by now
+            lock = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | flags)
+            held.callback(os.close, lock)
+            if os.fstat(lock).st_uid == os.getuid():
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                is_unused = True
+        yield is_unused
 
 
 def _check_room(place: Path, least: int, advice: str = "") -> None:

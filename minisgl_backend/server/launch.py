@@ -11,7 +11,7 @@ import os
 import resource
 import signal
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -67,12 +67,12 @@ def launch(
     shared_memory_prefix: str,
     admin_key: str,
     url: str,
-    lock: int,
+    locks: Collection[int],
 ) -> subprocess.Popen[str]:
     """Start tritonserver, with its log on stdout.
 
-    It leads a session of its own, holds the descriptor ``lock`` too, and is killed when the thread
-    that called this ends. ``url`` is where it will listen.
+    It leads a session of its own, holds the descriptors of ``locks`` too, and is killed when the
+    thread that called this ends. ``url`` is where it will listen.
     """
     arguments = [
         str(installation.binary),
@@ -106,7 +106,7 @@ def launch(
         # it ends with the thread that starts it, and at once: nothing would watch it drain, and the
         # next server needs its ports
         preexec_fn=asking_for(signal.SIGKILL),
-        pass_fds=(lock,),
+        pass_fds=tuple(locks),
     )
 
 

@@ -35,7 +35,7 @@ from minisgl_backend.runtime_files import (
     write_adapters,
 )
 from minisgl_backend.server import triton_http
-from minisgl_backend.server.directory import make_directory, regions, sweep
+from minisgl_backend.server.directory import make_directory, regions, remove_regions, sweep
 from minisgl_backend.server.installation import Installation
 from minisgl_backend.server.launch import ServerOptions, launch
 from minisgl_backend.server.log import failure_in_log, load_failure
@@ -86,9 +86,8 @@ class TritonServer:
             self.options = with_ports(options, self._held_ports)
             for left in sweep():
                 logger.info("removed %s, left by a server that was killed", left)
-            self.directory, self._lock = make_directory(self.shared_memory_prefix)
-            undo.callback(os.close, self._lock)
-            undo.callback(shutil.rmtree, self.directory, ignore_errors=True)
+            self.directory, self._locks = make_directory(self.shared_memory_prefix)
+            undo.callback(self._remove_files)
             self._process = self._launch(installation, repository, engine_options)
             undo.pop_all()
         self._log_thread = threading.Thread(
@@ -112,7 +111,7 @@ class TritonServer:
                 shared_memory_prefix=self.shared_memory_prefix,
                 admin_key=self.admin_key,
                 url=self.url(),
-                lock=self._lock,
+                locks=self._locks,
             )
         except OSError as error:  # a full disk, or a file that is not a program
             raise ConfigError(f"tritonserver cannot be started: {error}") from None
@@ -276,14 +275,16 @@ class TritonServer:
         with contextlib.suppress(ProcessLookupError):  # stubs that outlived their server
             os.killpg(self._process.pid, signal.SIGKILL)
         self._log_thread.join(timeout=10)
-        for region in self.shared_memory_regions():
-            region.unlink(missing_ok=True)
         self._adapters = self.adapters()
-        shutil.rmtree(self.directory, ignore_errors=True)
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        self._remove_files()
         return code
+
+    def _remove_files(self) -> None:
+        """Remove the directory and the shared memory, and let go of their locks."""
+        remove_regions(self.shared_memory_prefix)
+        shutil.rmtree(self.directory, ignore_errors=True)
+        for lock in self._locks:
+            os.close(lock)
 
     def adapters(self) -> Mapping[str, str] | None:
         """The paths of the adapters that the engine knows, or knew last, by name; None if they are

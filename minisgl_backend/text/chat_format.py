@@ -22,6 +22,9 @@ ToolDialect: TypeAlias = Literal[
     "gemma4",
     "llama3_json",
     "mistral",
+    "nemotron",
+    "lfm2",
+    "command",
     "harmony",
 ]
 
@@ -30,6 +33,7 @@ _THINKING: Final = (
     ("<think>", "</think>"),
     ("<seed:think>", "</seed:think>"),
     ("<|channel>thought", "<channel|>"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
 )
 _ANALYSIS: Final = ("<|channel|>analysis<|message|>", "<|end|>")
 """The marks around the thoughts of an answer in channels."""
@@ -45,11 +49,19 @@ _MARKS: Final[dict[ToolDialect, tuple[str, ...]]] = {
     "seed": ("<seed:tool_call>", "</seed:tool_call>", "<function=", "<parameter="),
     "gemma4": ("<|tool_call>", "<tool_call|>", '<|"|>'),
     "llama3_json": ("<|python_tag|>",),
+    "nemotron": ("<TOOLCALL>", "</TOOLCALL>"),
+    "lfm2": ("<|tool_call_start|>", "<|tool_call_end|>"),
+    "command": (
+        *("<|START_ACTION|>", "<|END_ACTION|>"),
+        *("<|START_RESPONSE|>", "<|START_TEXT|>"),
+    ),
     "harmony": ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>"),
 }
 _MARKED: Final[tuple[ToolDialect, ...]] = ("qwen_xml", "glm", "minimax", "seed", "gemma4")
 """Dialects of templates that write all of their marks."""
-_OTHERS: Final = ("<function=", "<arg_key>", "<TOOLCALL>")
+_TOOLS_OF_LFM: Final = "<|tool_list_start|>"
+"""What the first templates of LFM2 write around tools; they write no calls."""
+_OTHERS: Final = ("<function=", "<arg_key>")
 """Marks of other dialects that resemble these, as far as they are none of them."""
 
 
@@ -149,6 +161,12 @@ def _dialect(text: str) -> ToolDialect | None:
             return marked
     if any(mark in text for mark in _OTHERS):
         return None
+    if all(mark in text for mark in ("<|START_ACTION|>", '"tool_name"')):
+        return "command"
+    if _MARKS["lfm2"][0] in text or _TOOLS_OF_LFM in text:
+        return "lfm2"
+    if "<TOOLCALL>" in text and '"arguments"' in text:
+        return "nemotron"
     if "<tool_call>" in text and '"arguments"' in text:
         return "hermes"
     if all(part in text for part in ('"parameters"', "<|start_header_id|>", "ipython")):

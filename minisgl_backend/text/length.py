@@ -1,4 +1,4 @@
-"""Finds out whether a text is too long for a model's context, without tokenizing all of it.
+"""Finds out whether a text is too long for a request, without tokenizing all of it.
 
 Tokenizing megabytes takes seconds, only to find hundreds of times too many tokens. Two lower bounds
 of the number of tokens are quicker, and never refuse a text that would fit: the number of bytes
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from minisgl_backend.errors import InvalidRequest
@@ -27,30 +28,43 @@ _NFC_SHRINKS: Final = 4
 """Composing characters makes a text at most this many times shorter, in bytes of UTF-8."""
 
 
-class LengthCheck:
-    """Knows a tokenizer's longest token, and the number of tokens in the context."""
+@dataclass(frozen=True, slots=True)
+class Room:
+    """The most tokens that a prompt may have; ``told`` is what sets this limit, as errors end."""
 
-    def __init__(self, tokenizer: Tokenizer, vocabulary: Vocabulary, context: int) -> None:
-        self._context = context
+    num_tokens: int
+    told: str
+
+    @classmethod
+    def of(cls, context: int, most_tokens: int | None) -> Room:
+        """The room in a model's context or, if that is less, the ``most_tokens`` of a request."""
+        if most_tokens is None or most_tokens >= context:
+            return cls(context, f"the context of {context}")
+        return cls(most_tokens, f"the KV cache, which has room for {most_tokens}")
+
+
+class LengthCheck:
+    """Knows a tokenizer's longest token."""
+
+    def __init__(self, tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
         self._longest = longest_token_bytes(tokenizer, vocabulary)
 
-    def check(self, tokenizer: Tokenizer, text: str, num_bytes: int) -> None:
-        """Raise ``InvalidRequest`` if the text certainly has more tokens than the context.
+    def check(self, tokenizer: Tokenizer, text: str, num_bytes: int, room: Room) -> None:
+        """Raise ``InvalidRequest`` if the text certainly has more tokens than there is room for.
 
         ``tokenizer`` is the one that would tokenize the text, which has ``num_bytes``.
         """
-        context = self._context
-        if self._longest is not None and num_bytes > context * self._longest:
+        if self._longest is not None and num_bytes > room.num_tokens * self._longest:
             raise InvalidRequest(
-                f"prompt of {num_bytes} bytes does not fit the context of {context} tokens, "
+                f"prompt of {num_bytes} bytes does not fit {room.told} tokens, "
                 f"of at most {self._longest} bytes each"
             )
-        num_chars = _CHARS_PER_TOKEN * context
+        num_chars = _CHARS_PER_TOKEN * room.num_tokens
         while len(text) > 2 * num_chars:
             num_tokens = _least_tokens(tokenizer, text[:num_chars])
-            if num_tokens > context:
+            if num_tokens > room.num_tokens:
                 raise InvalidRequest(
-                    f"prompt of more than {num_tokens} tokens does not fit the context of {context}"
+                    f"prompt of more than {num_tokens} tokens does not fit {room.told}"
                 )
             num_chars *= 4
 

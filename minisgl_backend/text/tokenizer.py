@@ -23,7 +23,7 @@ from minisgl_backend.limits import Limits
 from minisgl_backend.request import IntArray, SamplingParams, TokenId
 from minisgl_backend.text.chat_format import ChatFormat
 from minisgl_backend.text.detokenizer import TextStream
-from minisgl_backend.text.length import LengthCheck
+from minisgl_backend.text.length import LengthCheck, Room
 from minisgl_backend.text.messages import parse_messages, parse_tools, parse_variables
 from minisgl_backend.text.template import ChatTemplate
 from minisgl_backend.text.tokenizer_files import load_tokenizer, template_sources, understood
@@ -70,7 +70,7 @@ class PromptEncoder:
         self.vocabulary = Vocabulary.of(tokenizer)
         self._limits = limits or Limits()
         self.context = context
-        self._length = LengthCheck(tokenizer, self.vocabulary, context) if context else None
+        self._length = LengthCheck(tokenizer, self.vocabulary)
         self._templates = templates or {}
         self._bos_token_id = bos_token_id
         # Two copies, since how special tokens are read is a setting of the whole object.
@@ -98,20 +98,20 @@ class PromptEncoder:
                 context=context,
             )
 
-    def encode(self, prompt: RenderedPrompt) -> IntArray:
-        """The prompt's token ids, int32[num_prompt_tokens], at least one.
+    def encode(self, prompt: RenderedPrompt, most_tokens: int | None = None) -> IntArray:
+        """The prompt's token ids, int32[num_prompt_tokens], at least one. ``most_tokens`` is what a
+        request may have, by the context and by the pages, if that is known.
 
         Raises ``InvalidRequest`` or ``Unsupported``.
         """
+        room = None if self.context is None else Room.of(self.context, most_tokens)
         if isinstance(prompt, TokenPrompt):
-            if self.context is not None and len(prompt.ids) > self.context:
-                raise InvalidRequest(
-                    f"prompt of {len(prompt.ids)} tokens does not fit the context of {self.context}"
-                )
+            if room is not None and len(prompt.ids) > room.num_tokens:
+                raise InvalidRequest(f"prompt of {len(prompt.ids)} tokens does not fit {room.told}")
             return self._checked(prompt)
         if isinstance(prompt, TextPrompt) and not prompt.text:
             raise InvalidRequest("text_input must not be empty")
-        ids = self._ids(prompt, bounded=True)
+        ids = self._ids(prompt, room)
         if not ids.size:
             raise InvalidRequest("the prompt has no tokens")
         return ids
@@ -124,7 +124,7 @@ class PromptEncoder:
         """
         if isinstance(prompt, TokenPrompt):
             return self._checked(prompt)
-        return self._ids(prompt, bounded=False)
+        return self._ids(prompt, None)
 
     def rendered(self, prompt: Prompt) -> RenderedPrompt:
         """The prompt, rendered if it is a chat."""
@@ -209,9 +209,9 @@ class PromptEncoder:
         self.check_token_ids("input_ids", (prompt.ids.min(), prompt.ids.max()))
         return prompt.ids
 
-    def _ids(self, prompt: TextPrompt | RenderedChat, *, bounded: bool) -> IntArray:
-        """The ids, int32[num_tokens]. With ``bounded``, a text that is certainly too long for the
-        context is refused before all of it is tokenized."""
+    def _ids(self, prompt: TextPrompt | RenderedChat, room: Room | None) -> IntArray:
+        """The ids, int32[num_tokens]. A text that is certainly too long for the ``room`` is refused
+        before all of it is tokenized."""
         if isinstance(prompt, RenderedChat):
             text, tokenizer, add_special_tokens = prompt.text, self._with_control, False
         else:
@@ -221,8 +221,8 @@ class PromptEncoder:
         if num_bytes > self._limits.prompt_bytes:
             most = self._limits.prompt_bytes
             raise InvalidRequest(f"the prompt must be at most {most} bytes, got {num_bytes}")
-        if bounded and self._length is not None:
-            self._length.check(tokenizer, text, num_bytes)
+        if room is not None:
+            self._length.check(tokenizer, text, num_bytes, room)
         # A batch of one: tokenizing a single text would keep the GIL.
         (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids = np.array(encoding.ids, dtype=np.int32)

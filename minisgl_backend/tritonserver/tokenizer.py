@@ -197,10 +197,12 @@ class TritonPythonModel:
             return EMPTY, request, None
         if job.stopped:
             return EMPTY, request, None
-        encode = self._encoder.look_up if job.is_lookup else self._encoder.encode
         prompt = self._encoder.rendered(request.prompt)
         chat_format = prompt.format if isinstance(prompt, RenderedChat) else None
-        ids = encode(prompt)  # int32[num_prompt_tokens]
+        if job.is_lookup:
+            ids = self._encoder.look_up(prompt)  # int32[num_prompt_tokens]
+        else:
+            ids = self._encoder.encode(prompt, self._markers.most_tokens())
         sampling = self._encoder.after_thinking(request.sampling, prompt)
         if sampling is not request.sampling:
             request = replace(request, sampling=sampling)

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from minisgl_backend.runtime_files import QUEUE_OPEN
-from minisgl_backend.server.process import BrokenStart
-from minisgl_bench.servers import started, started_paced
+from minisgl_bench.servers import started_paced
 from tests.unit.server.test_start import fake_server
 
 
@@ -24,22 +23,3 @@ def test_an_interrupted_benchmark_leaves_nothing_and_waits_for_no_answers(tmp_pa
         raise KeyboardInterrupt
     assert server.poll() == -signal.SIGKILL
     assert not server.directory.exists()
-
-
-def test_a_crash_in_the_start_is_tried_once_more(tmp_path: Path) -> None:
-    crashed = tmp_path / "crashed"
-    crash_once = f"""
-    if not os.path.exists({str(crashed)!r}):
-        open({str(crashed)!r}, "w").close()
-        os.kill(os.getpid(), signal.SIGABRT)
-    """
-    binary = str(fake_server(tmp_path, crash_once).binary)
-    with started({}, tritonserver=binary) as server:
-        assert crashed.exists() and server.poll() is None
-    assert not server.directory.exists()
-
-
-def test_two_crashes_in_the_start_are_an_error(tmp_path: Path) -> None:
-    binary = str(fake_server(tmp_path, "os.kill(os.getpid(), signal.SIGABRT)").binary)
-    with pytest.raises(BrokenStart, match="ended with code -6"), started({}, tritonserver=binary):
-        pass

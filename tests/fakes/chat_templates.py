@@ -202,6 +202,122 @@ MINIMAX_M2 = """{%- for tool in tools or () %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- ']~b]ai\\n<think>\\n' }}{% endif %}"""
 
+NEMOTRON_NANO_2 = """{%- set told = namespace(thinks=true) %}
+{%- for message in messages if message.role in ('system', 'user') %}
+    {%- if '/no_think' in message.content %}{%- set told.thinks = false %}{% endif %}
+{%- endfor %}
+{%- if tools %}
+    {{- '<SPECIAL_10>System\\nTools: <AVAILABLE_TOOLS>[' }}
+    {%- for tool in tools %}{{- tool.function | tojson }}{%- endfor %}
+    {{- ']</AVAILABLE_TOOLS>\\nTo call some, write:\\n<TOOLCALL>[{"name": "a name", ' }}
+    {{- '"arguments": "its arguments"}]</TOOLCALL>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'tool' %}
+        {{- '<SPECIAL_11>User\\n<TOOL_RESPONSE>[' + message.content + ']</TOOL_RESPONSE>\\n' }}
+    {%- else %}
+        {{- '<SPECIAL_11>' + message.role + '\\n' }}
+        {{- (message.content or '').split('</think>')[-1] }}
+        {%- if message.tool_calls %}
+            {{- '<TOOLCALL>[' }}
+            {%- for call in message.tool_calls %}
+                {{- '{"name": "' + call.function.name + '", "arguments": ' }}
+                {{- call.function.arguments | tojson }}
+                {{- '}' + ('' if loop.last else ', ') }}
+            {%- endfor %}
+            {{- ']</TOOLCALL>' }}
+        {%- endif %}
+        {{- '\\n<SPECIAL_12>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<SPECIAL_11>Assistant\\n' + ('<think>\\n' if told.thinks else '<think></think>') }}
+{%- endif %}"""
+NEMOTRON_3 = f"""{QWEN3_CODER}
+{{%- if add_generation_prompt %}}
+    {{%- set thinks = enable_thinking if enable_thinking is defined else true %}}
+    {{{{- '<|im_start|>assistant\\n' + ('<think>\\n' if thinks else '<think></think>') }}}}
+{{%- endif %}}"""
+
+LFM_2 = """{{- bos_token }}
+{%- if tools %}
+    {{- '<|im_start|>system\\nList of tools: <|tool_list_start|>' + (tools | tojson) }}
+    {{- '<|tool_list_end|><|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- set content = message.content if message.content is string else '' %}
+    {%- if message.role == 'tool' %}
+        {%- set content = '<|tool_response_start|>' + content + '<|tool_response_end|>' %}
+    {%- endif %}
+    {{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+"""The first version, which writes no calls."""
+LFM_2_5 = """{{- bos_token }}
+{%- if tools %}{{- '<|im_start|>system\\nTools: ' + (tools | tojson) + '<|im_end|>\\n' }}{% endif %}
+{%- for message in messages %}
+    {%- set content = message.content if message.content is string else '' %}
+    {{- '<|im_start|>' + message.role + '\\n' + content.split('</think>')[-1] }}
+    {%- if message.tool_calls %}
+        {{- '<|tool_call_start|>[' }}
+        {%- for call in message.tool_calls %}
+            {{- call.function.name + '(' }}
+            {%- for name, value in call.function.arguments.items() %}
+                {{- name + '=' }}
+                {{- "'" + value + "'" if value is string else value | string }}
+                {{- '' if loop.last else ', ' }}
+            {%- endfor %}
+            {{- ')' + ('' if loop.last else ', ') }}
+        {%- endfor %}
+        {{- ']<|tool_call_end|>' }}
+    {%- endif %}
+    {{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+
+COMMAND_R7B = """{{- bos_token }}
+{{- '<|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|># System Preamble\\n' }}
+{%- if tools %}
+    {{- 'Write a plan between <|START_THINKING|> and <|END_THINKING|>, then ' }}
+    {{- '<|START_ACTION|>, a list of calls, and <|END_ACTION|>. At last write an answer between ' }}
+    {{- '<|START_RESPONSE|> and <|END_RESPONSE|>.\\n' }}
+    {%- for tool in tools %}
+        {{- '{"name": "' + tool.function.name + '", "description": "' }}
+        {{- tool.function.description + '", "parameters": ' }}
+        {{- tool.function.parameters | tojson }}{{- '}\\n' }}
+    {%- endfor %}
+{%- endif %}
+{{- '<|END_OF_TURN_TOKEN|>' }}
+{%- set called = namespace(count=0) %}
+{%- for message in messages %}
+    {{- '<|START_OF_TURN_TOKEN|>' }}
+    {%- if message.role == 'tool' %}
+        {{- '<|SYSTEM_TOKEN|><|START_TOOL_RESULT|>[{"results": {"0": ' }}
+        {{- message.content | tojson }}{{- '}}]<|END_TOOL_RESULT|>' }}
+    {%- elif message.role != 'assistant' %}
+        {{- '<|' + message.role | upper + '_TOKEN|>' + message.content }}
+    {%- elif message.tool_calls %}
+        {{- '<|CHATBOT_TOKEN|><|START_THINKING|>' + message.tool_plan + '<|END_THINKING|>' }}
+        {{- '<|START_ACTION|>[\\n' }}
+        {%- for call in message.tool_calls %}
+            {{- '    {"tool_call_id": "' + called.count | string + '", "tool_name": "' }}
+            {{- call.function.name + '", "parameters": ' }}
+            {{- call.function.arguments | tojson }}{{- '}' + ('' if loop.last else ',') + '\\n' }}
+            {%- set called.count = called.count + 1 %}
+        {%- endfor %}
+        {{- ']<|END_ACTION|>' }}
+    {%- else %}
+        {{- '<|CHATBOT_TOKEN|><|START_RESPONSE|>' + message.content + '<|END_RESPONSE|>' }}
+    {%- endif %}
+    {{- '<|END_OF_TURN_TOKEN|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>' }}{%- endif %}"""
+COMMAND_A_REASONING = f"""{COMMAND_R7B}
+{{%- if add_generation_prompt %}}
+    {{%- set thinks = reasoning if reasoning is defined else true %}}
+    {{{{- '<|START_THINKING|>' + ('' if thinks else '<|END_THINKING|>') }}}}
+{{%- endif %}}"""
+
 DEEPSEEK_R1_DISTILL = """{% if not add_generation_prompt is defined %}
 {% set add_generation_prompt = false %}{% endif %}{{ bos_token }}
 {%- for message in messages %}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from itertools import pairwise
 from typing import Any, Final
 
 import pytest
@@ -17,7 +16,7 @@ from minisgl_gateway.tool_calls import CallReader
 
 from minisgl_backend.text.template import ChatTemplate
 from tests.fakes import chat_templates
-from tests.gateway.test_tool_calls import read
+from tests.gateway.test_tool_calls import pieces_of, read
 
 WEATHER: Final = CalledTool("weather", '{"city": "Bogotá"}')
 NOW: Final = CalledTool("now", "{}")
@@ -162,8 +161,7 @@ def test_what_a_template_writes_is_read(arguments: dict[str, Any], cuts: list[in
     message = {"role": "assistant", "content": "", "tool_calls": [call, call]}
     rendered = TEMPLATE.render([message], None, {})
     text = rendered[rendered.index("<|tool_call>") : rendered.rindex("<tool_call|>") + 12]
-    bounds = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
-    calls = read(GEMMA, *(text[begin:end] for begin, end in pairwise(bounds)))
+    calls = read(GEMMA, *pieces_of(text, cuts))
     assert len(calls) == 2
     for called in calls:
         assert isinstance(called, CalledTool) and called.name == "f"
@@ -182,8 +180,7 @@ def test_cuts_do_not_matter_and_text_outside_of_calls_is_kept(
     parts: list[str], cuts: list[int]
 ) -> None:
     text = "".join(parts)
-    bounds = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
-    found = read(GEMMA, *(text[begin:end] for begin, end in pairwise(bounds)))
+    found = read(GEMMA, *pieces_of(text, cuts))
     assert found == read(GEMMA, text)
     pattern = ""
     for part in found:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, get_args
@@ -43,6 +43,8 @@ MARKS: Final = (
     *("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
     *("[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"),
     *("<|tool_call>", "<tool_call|>", '<|"|>'),
+    *("<TOOLCALL>", "</TOOLCALL>", "<|tool_call_start|>", "<|tool_call_end|>"),
+    *("<|START_ACTION|>", "<|END_ACTION|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>"),
 )
 MOST_TOKENS: Final = 400
 
@@ -94,6 +96,9 @@ DIALECTS: Final = {
     "llama3_json": dialect_of(shown("llama3_json")),
     "mistral": dialect_of(shown("mistral")),
     "mistral newer": dialect_of(shown("mistral", "[ARGS]")),
+    "nemotron": dialect_of(shown("nemotron")),
+    "lfm2": dialect_of(shown("lfm2")),
+    "command": dialect_of(shown("command")),
     "plain": dialect_of(None),
 }
 
@@ -247,6 +252,9 @@ BEGUN: Final = {
     "seed": "Let me see. <seed:tool_call>",
     "gemma4": "Let me see. <|tool_call>",
     "plain": "Let me see. <tool_call>",
+    "nemotron": "Let me see. <TOOLCALL>",
+    "lfm2": "Let me see. <|tool_call_start|>",
+    "command": "Let me see. <|START_ACTION|>",
     "llama3_json": 'Let me see. {"name"',
     "mistral": "Let me see. [TOOL_CALLS]",
     "mistral newer": "Let me see. [TOOL_CALLS]",
@@ -595,14 +603,20 @@ def test_thoughts_of_gemma_beside_a_text_and_calls() -> None:
     template = Template.of(chat, chat_format)
     assert chat.generation(Policy(1.0, 16), template).parameters["skip_special_tokens"] is False
     for pieces in ([said], [*said]):
-        reader = chat.reader(template)
-        deltas = [Delta(piece) for piece in pieces] + [Delta(finish_reason="stop")]
-        found = [reader.push(delta) for delta in deltas]
-        thoughts = "".join(piece.thoughts for piece in found)
+        thoughts, text, calls = found_in(chat, template, pieces)
         assert thoughts == "Is it wet? <|tool_call>call:now{}<tool_call|>"
-        assert "".join(piece.text for piece in found) == "I look."
-        calls = [call for piece in found for call in piece.calls]
-        assert calls == [CalledTool("weather", '{"days": 3}')]
+        assert (text, calls) == ("I look.", [CalledTool("weather", '{"days": 3}')])
+
+
+def found_in(
+    chat: Chat, template: Template, pieces: Sequence[str]
+) -> tuple[str, str, list[CalledTool]]:
+    """The thoughts, the text and the calls of an answer that comes in pieces."""
+    reader = chat.reader(template)
+    deltas = [Delta(piece) for piece in pieces] + [Delta(finish_reason="stop")]
+    found = [reader.push(delta) for delta in deltas]
+    calls = [call for piece in found for call in piece.calls]
+    return "".join(p.thoughts for p in found), "".join(p.text for p in found), calls
 
 
 CHAT: Final[list[dict[str, Any]]] = [
@@ -739,3 +753,65 @@ def test_each_call_of_an_answer_is_a_message_for_the_templates_of_llama() -> Non
     text = template.render(DIALECTS["llama3_json"].messages(chat, ()))
     told = ['{"name": "f"', "of f", '{"name": "g"', "of g"]
     assert sorted(told, key=text.index) == told
+
+
+RENDERED: Final = {"bos_token": "<s>", "eos_token": "</s>"}
+
+
+def rendered(family: str, dialect: str, *marks: str) -> str:
+    """The chat as the template of a family writes it."""
+    found = dialect_of(shown(dialect, *marks))
+    tools = [Tool("weather", parameters=CITY), Tool("now")]
+    source = getattr(chat_templates, family)
+    chat = json.loads(json.dumps(CHAT))
+    for call in chat[2]["tool_calls"]:
+        if isinstance(call["function"]["arguments"], str):  # as the server does
+            call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+    chat[4]["content"] = "Noon."
+    return ChatTemplate(source, RENDERED, max_chars=10**6).render(
+        found.messages(chat, tools), [found.tool(tool) for tool in tools]
+    )
+
+
+@pytest.mark.parametrize(
+    ("family", "dialect", "marks"),
+    [
+        ("NEMOTRON_NANO_2", "nemotron", ()),
+        ("LFM_2", "lfm2", ()),
+        ("LFM_2_5", "lfm2", ("<|tool_call_start|>",)),
+        ("COMMAND_R7B", "command", ()),
+    ],
+)
+def test_earlier_calls_in_a_list_are_told_as_models_write_them(
+    family: str, dialect: str, marks: tuple[str, ...]
+) -> None:
+    text = rendered(family, dialect, *marks)
+    _, _, behind = text.partition("Weather?")
+    calls = [part for part in read(dialect_of(shown(dialect)), behind)[1]]
+    assert calls == [CalledTool("weather", "{}"), CalledTool("now", '{"x": "é"}')]
+    assert behind.count("I look.") == 1 and "Rain." in behind and "Noon." in behind
+
+
+def test_texts_of_command_come_without_their_marks() -> None:
+    said = "<|START_THINKING|>It may rain.<|END_THINKING|><|START_RESPONSE|>It rains."
+    said += "<|END_RESPONSE|>"
+    thinking = ("<|START_THINKING|>", "<|END_THINKING|>")
+    chat_format = ChatFormat("command", frozenset(), thinking, False, frozenset())
+    for tools in ([], [Tool("now")]):
+        chat = Chat(messages=CHAT, tools=tools)
+        template = Template.of(chat, chat_format)
+        assert chat.generation(Policy(1.0, 16), template).parameters["skip_special_tokens"] is False
+        for pieces in ([said], [*said]):
+            assert found_in(chat, template, pieces) == ("It may rain.", "It rains.", [])
+
+
+def test_a_text_of_command_may_stand_between_its_marks_beside_a_strict_tool(
+    engine: Engine,
+) -> None:
+    tag = DIALECTS["command"].constraint(STRICT, Calls())
+    assert engine.allows(tag, "<|START_RESPONSE|>It rains.<|END_RESPONSE|>")
+    call = '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "weather", "parameters": {}}]'
+    assert not engine.allows(tag, f"{call}<|END_ACTION|>")  # the city is missing
+    call = call.replace("{}", '{"city": "Bogotá"}')
+    for line_break in ("", "\n    "):
+        assert engine.allows(tag, call.replace("[", f"[{line_break}") + "<|END_ACTION|>")

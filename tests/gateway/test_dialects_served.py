@@ -35,8 +35,14 @@ NOTE: Final[dict[str, Any]] = {
     "additionalProperties": False,
 }
 GEMMA: Final = ("<|tool_call>", "<tool_call|>", '<|"|>', "<|tool_response>")
+COMMAND: Final = (
+    *("<|START_ACTION|>", "<|END_ACTION|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+    *("<|START_THINKING|>", "<|END_THINKING|>"),
+)
 END: Final = "2"
 """The id of the token that ends an answer."""
+CLOSING: Final = "63"
+"""That of a closing bracket."""
 SCHEMAS: Final = {"weather": CITY, "note": NOTE}
 
 
@@ -73,6 +79,8 @@ class Served:
         ("LLAMA_3_1", ("<|python_tag|>",)),
         ("MISTRAL_V13", ("[TOOL_CALLS]", "[ARGS]")),
         ("GEMMA_4", GEMMA),
+        ("LFM_2", ("<|tool_call_start|>", "<|tool_call_end|>")),
+        ("COMMAND_R7B", COMMAND),
         None,
     ],
     ids=lambda param: param[0] if param else "PLAIN",
@@ -110,12 +118,13 @@ def check(choice: Any) -> None:
 @pytest.mark.parametrize("names", [(), ("weather",)], ids=["all", "weather"])
 @pytest.mark.parametrize("parallel", [True, False])
 def test_required_calls(served: Served, parallel: bool, names: tuple[str, ...]) -> None:
-    """At temperature 1 the demo model says anything allowed; it is made to end wherever it may."""
+    """At temperature 1 the demo model says anything allowed; it is made to end wherever it may, and
+    to end a list of calls there."""
     answer = served.ask(
         tools=tools(*names, strict=False),
         tool_choice="required",
         parallel_tool_calls=parallel,
-        logit_bias={END: 100} if parallel else None,
+        logit_bias={END: 100, CLOSING: 90} if parallel else None,
         n=4,
         seed=1,
     )

@@ -112,10 +112,12 @@ def test_too_many_tokens_are_refused_in_the_words_that_claude_code_reads() -> No
 
 
 @pytest.mark.parametrize("text", ["word " * 1000, "w" * 10_000])
-def test_a_text_that_is_seen_to_be_too_long_without_tokenizing_it(text: str) -> None:
-    encoder = PromptEncoder.load(BACKEND / "demo_model", context=100)
+@pytest.mark.parametrize("context", [100, 8192])
+def test_a_text_that_is_seen_to_be_too_long_without_tokenizing_it(text: str, context: int) -> None:
+    """For the context, or for the pages."""
+    encoder = PromptEncoder.load(BACKEND / "demo_model", context=context)
     with pytest.raises(InvalidRequest) as refusal:
-        encoder.encode(TextPrompt(text))
+        encoder.encode(TextPrompt(text), most_tokens=100)
     error = api_error(error_from(f"{InvalidRequest.code}: {refusal.value}"), ("prompt",))
     assert (error.code, error.param) == ("context_length_exceeded", "prompt")
     assert error.message.startswith("This model's maximum context length is 100 tokens. However, ")

@@ -18,7 +18,7 @@ from minisgl_gateway.tools import Tool
 
 from minisgl_backend.text.template import ChatTemplate
 from tests.fakes import chat_templates
-from tests.gateway.test_tool_calls import read
+from tests.gateway.test_tool_calls import pieces_of, read
 
 SyntaxOf = Callable[[Iterable[Tool]], Syntax]
 WEATHER: Final = CalledTool("weather", '{"city": "Bogotá"}')
@@ -352,8 +352,7 @@ def test_cuts_do_not_matter_and_text_outside_of_calls_is_kept(
 ) -> None:
     text = "".join(parts)
     syntax = SYNTAXES[name](())
-    bounds = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
-    found = read(syntax, *(text[begin:end] for begin, end in pairwise(bounds)))
+    found = read(syntax, *pieces_of(text, cuts))
     assert found == read(syntax, text)
     pattern = ""
     for part in found:

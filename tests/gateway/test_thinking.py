@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from itertools import pairwise
 from typing import Final
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from minisgl_gateway.thinking import ThinkingReader, Thought
+
+from tests.gateway.test_tool_calls import pieces_of
 
 MARKERS: Final = ("<think>", "</think>")
 
@@ -99,8 +100,7 @@ def test_cuts_do_not_matter_and_only_marks_and_breaks_are_lost(
     pieces: list[str], inside: bool, cuts: list[int]
 ) -> None:
     text = "".join(pieces)
-    bounds = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
-    found = read(*(text[begin:end] for begin, end in pairwise(bounds)), inside=inside)
+    found = read(*pieces_of(text, cuts), inside=inside)
     assert found == read(text, inside=inside)
     thought, answer = (re.escape("".join(part.split())) for part in found)
     assert re.fullmatch(f"(<think>)?{thought}(</think>)?{answer}", "".join(text.split()))

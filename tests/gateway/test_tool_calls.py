@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import Any, Final
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from minisgl_gateway.call_syntax import HERMES, LLAMA, MISTRAL, MOST_DEPTH, CalledTool, Syntax
+from minisgl_gateway.call_syntax import (
+    COMMAND,
+    HERMES,
+    LLAMA,
+    MISTRAL,
+    MOST_DEPTH,
+    NEMOTRON,
+    RESPONSE,
+    CalledTool,
+    Syntax,
+)
 from minisgl_gateway.tool_calls import CallReader
 
 ARGUMENTS: Final = '{"city": "Bogotá"}'
@@ -23,8 +34,26 @@ LLAMA_NOW: Final = '{"name": "now", "parameters": {}}'
 MISTRAL_ITEM: Final = f'{{"name": "weather", "arguments": {ARGUMENTS}}}'
 MISTRAL_CALL: Final = f"[TOOL_CALLS]weather[ARGS]{ARGUMENTS}"
 
-SYNTAXES: Final = {"hermes": HERMES, "llama": LLAMA, "mistral": MISTRAL}
-CALLS: Final = {"hermes": HERMES_CALL, "llama": LLAMA_CALL, "mistral": MISTRAL_CALL}
+NEMOTRON_CALL: Final = f"<TOOLCALL>[{MISTRAL_ITEM}]</TOOLCALL>"
+COMMAND_ITEM: Final = f'{{"tool_call_id": "0", "tool_name": "weather", "parameters": {ARGUMENTS}}}'
+COMMAND_CALL: Final = f"<|START_ACTION|>[\n    {COMMAND_ITEM}\n]<|END_ACTION|>"
+
+SYNTAXES: Final = {
+    "hermes": HERMES,
+    "llama": LLAMA,
+    "mistral": MISTRAL,
+    "nemotron": NEMOTRON,
+    "command": COMMAND,
+}
+LISTED: Final = ("nemotron", "command")
+"""Those that write all calls as one list."""
+CALLS: Final = {
+    "hermes": HERMES_CALL,
+    "llama": LLAMA_CALL,
+    "mistral": MISTRAL_CALL,
+    "nemotron": NEMOTRON_CALL,
+    "command": COMMAND_CALL,
+}
 
 
 def read(syntax: Syntax, *pieces: str, closed: bool = False) -> list[str | CalledTool]:
@@ -39,6 +68,12 @@ def read(syntax: Syntax, *pieces: str, closed: bool = False) -> list[str | Calle
             joined.append(part)
     assert reader.num_calls == sum(isinstance(part, CalledTool) for part in joined)
     return joined
+
+
+def pieces_of(text: str, cuts: Iterable[int]) -> Iterator[str]:
+    """The pieces of a text that is cut at these places, as far as it has them."""
+    bounds = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
+    return (text[begin:end] for begin, end in pairwise(bounds))
 
 
 @pytest.mark.parametrize("name", SYNTAXES)
@@ -62,14 +97,17 @@ def test_texts_and_calls_in_order(name: str) -> None:
 
 @pytest.mark.parametrize("name", SYNTAXES)
 def test_a_call_that_is_cut_is_no_text_if_calls_are_all_that_there_can_be(name: str) -> None:
-    """Wherever it is cut, the calls before it are there."""
+    """Wherever it is cut, the calls before it are there. One of a list is complete before the
+    list is."""
     call = CALLS[name]
     between = "; " if name == "llama" else "\n"
+    end_of_call = call.index(ARGUMENTS) + len(ARGUMENTS) + 1 if name in LISTED else len(call)
     for end in range(len(call)):
+        cut = [CALLED] if end >= end_of_call else []
         reader = CallReader(SYNTAXES[name], calls_alone=True)
-        assert reader.push(call[:end]) + reader.finish() == []
+        assert reader.push(call[:end]) + reader.finish() == cut
         reader = CallReader(SYNTAXES[name], calls_alone=True)
-        assert reader.push(call + between + call[:end]) + reader.finish() == [CALLED]
+        assert reader.push(call + between + call[:end]) + reader.finish() == [CALLED, *cut]
 
 
 @pytest.mark.parametrize(
@@ -111,6 +149,28 @@ def test_a_call_that_is_cut_is_no_text_if_calls_are_all_that_there_can_be(name: 
         (MISTRAL, f"[TOOL_CALLS] weather[CALL_ID]x1[ARGS] {ARGUMENTS}", [CALLED]),
         (MISTRAL, f"[TOOL_CALLS]weather{MISTRAL_CALL}", ["[TOOL_CALLS]weather", CALLED]),
         (MISTRAL, f"[TOOL_CALLS] [{MISTRAL_ITEM}, oh", [CALLED, ", oh"]),
+        (NEMOTRON, f"<TOOLCALL> [{MISTRAL_ITEM},\n{MISTRAL_ITEM}] </TOOLCALL>", [CALLED, CALLED]),
+        (
+            NEMOTRON,
+            f"<TOOLCALL>{MISTRAL_ITEM}</TOOLCALL>",
+            [f"<TOOLCALL>{MISTRAL_ITEM}</TOOLCALL>"],
+        ),
+        (NEMOTRON, f"<TOOLCALL>{NEMOTRON_CALL}", ["<TOOLCALL>", CALLED]),
+        (COMMAND, f"<|START_ACTION|>[{COMMAND_ITEM}, {COMMAND_ITEM}]<|END_ACTION|>", [CALLED] * 2),
+        (
+            COMMAND,
+            '<|START_ACTION|>[{"tool_name": "now", "parameters": {}}]<|END_ACTION|>',
+            [NOW],
+        ),
+        (
+            COMMAND,
+            f"<|START_ACTION|>[{MISTRAL_ITEM}]<|END_ACTION|>",
+            [f"<|START_ACTION|>[{MISTRAL_ITEM}]<|END_ACTION|>"],
+        ),
+        (COMMAND, "<|START_RESPONSE|>It rains.\n<|END_RESPONSE|>", ["It rains."]),
+        (COMMAND, f"<|START_TEXT|>So.<|END_TEXT|>{COMMAND_CALL}", ["So.", CALLED]),
+        (COMMAND, "It <|START_RESPO rains", ["It <|START_RESPO rains"]),
+        (RESPONSE, f"<|START_RESPONSE|>{COMMAND_CALL}<|END_RESPONSE|>", [COMMAND_CALL]),
     ],
 )
 def test_forms_of_a_dialect(syntax: Syntax, text: str, parts: list[str | CalledTool]) -> None:
@@ -156,6 +216,8 @@ def test_what_is_no_call_stays_text(body: str) -> None:
         (LLAMA, "<|python_tag|>", ""),
         (LLAMA, "", ""),
         (MISTRAL, "[TOOL_CALLS] [", "]"),
+        (NEMOTRON, "<TOOLCALL>[", "]</TOOLCALL>"),
+        (COMMAND, "<|START_ACTION|>[", "]<|END_ACTION|>"),
     ):
         text = f"So: {begin}{body}{end} or not"
         assert read(syntax, text) == [text]
@@ -180,6 +242,8 @@ def test_text_that_can_be_no_call_any_more_comes_at_once() -> None:
         (HERMES, "<tool_call> is"),
         (LLAMA, '{"name": "Ann", "age"'),
         (MISTRAL, "[TOOL_CALLS] is it"),
+        (NEMOTRON, "<TOOLCALL>is it"),
+        (COMMAND, "<|START_ACTION|>[]"),
     ):
         assert "".join(map(str, CallReader(syntax).push(text))) == text
 
@@ -187,7 +251,8 @@ def test_text_that_can_be_no_call_any_more_comes_at_once() -> None:
 @pytest.mark.parametrize("name", SYNTAXES)
 def test_a_call_that_does_not_end_stays_text(name: str) -> None:
     text = f"So: {CALLS[name][:-1]}"
-    assert read(SYNTAXES[name], *text) == [text]
+    parts = ["So:", CALLED, text.partition(f"{ARGUMENTS}}}")[2]] if name in LISTED else [text]
+    assert read(SYNTAXES[name], *text) == parts
 
 
 def test_the_closing_tag_may_be_the_stop_string() -> None:
@@ -219,10 +284,12 @@ def test_a_call_nested_too_deeply_stays_text(name: str) -> None:
         )
 
 
-MARKS: Final = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", ";"]
-MADE_OF: Final = "|".join(
-    [*map(re.escape, MARKS), r"[\[\],{}:]", '"(?:name|type|function|arguments|parameters)"']
-)
+MARKS: Final = [
+    *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", ";"),
+    *("<TOOLCALL>", "</TOOLCALL>", "<|START_ACTION|>", "<|END_ACTION|>"),
+]
+KEYS: Final = '"(?:name|tool_name|type|function|arguments|parameters|tool_call_id|0)"'
+MADE_OF: Final = "|".join([*map(re.escape, MARKS), r"[\[\],{}:]", KEYS])
 PARTS = st.one_of(
     st.sampled_from([*CALLS.values(), LLAMA_NOW, f"[TOOL_CALLS] [{MISTRAL_ITEM}, {MISTRAL_ITEM}]"]),
     st.sampled_from([*MARKS, MISTRAL_ITEM, '{"name"', '"x', "<tool", " ", "\n", "<", "[", "{"]),
@@ -237,8 +304,7 @@ def test_cuts_do_not_matter_and_nothing_is_lost(
     name: str, parts: list[str], cuts: list[int]
 ) -> None:
     text = "".join(parts)
-    bounds = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
-    found = read(SYNTAXES[name], *(text[begin:end] for begin, end in pairwise(bounds)))
+    found = read(SYNTAXES[name], *pieces_of(text, cuts))
     assert found == read(SYNTAXES[name], text)
     pattern = ""
     for part in found:

@@ -10,9 +10,10 @@ import pytest
 
 from minisgl_backend.server.installation import find_installation
 from minisgl_backend.server.launch import ServerOptions
-from minisgl_backend.server.process import BrokenStart, TritonServer
+from minisgl_backend.server.process import TritonServer
 from minisgl_backend.server.repository import shipped_repository
 from minisgl_kit.repositories import repository_with
+from minisgl_kit.starts import ready
 from tests.waiting import wait_until
 
 PACED_STEP_S = 0.02
@@ -51,15 +52,9 @@ def running(
         models = repository or shipped_repository()
         return TritonServer(find_installation(), models, options or {}, ports)
 
-    server = start()
+    server = ready(start) if is_ready else start()
     try:
         if is_ready:
-            try:
-                server.wait_ready()
-            except BrokenStart:  # 24.10 may hang when it forks; the supervisor also starts again
-                server.kill()
-                server = start()
-                server.wait_ready()
             # 24.10 opens this port last, when it is already ready
             wait_until(lambda: server.num_failed(timeout_s=1.0) is not None)
         yield server

@@ -13,9 +13,10 @@ from typing import Final
 
 from minisgl_backend.server.installation import find_installation
 from minisgl_backend.server.launch import ServerOptions
-from minisgl_backend.server.process import BrokenStart, TritonServer
+from minisgl_backend.server.process import TritonServer
 from minisgl_backend.server.repository import shipped_repository
 from minisgl_kit.repositories import repository_with
+from minisgl_kit.starts import ready
 
 _STARTS_WITHIN_S: Final = 300.0
 """The demo model loads in seconds; a server that hangs must not block a benchmark."""
@@ -34,21 +35,15 @@ def started(
     options: Mapping[str, str], *, tritonserver: str | None = None, repository: Path | None = None
 ) -> Iterator[TritonServer]:
     """A server that is ready; by default of the shipped repository, with the demo model. One that
-    crashes or hangs in its start is started again, once."""
+    crashes or hangs in its start is started again."""
     installation = find_installation(tritonserver)
 
     def start() -> TritonServer:
         ports = ServerOptions(http_port=0, grpc_port=0, metrics_port=0)
         return TritonServer(installation, repository or shipped_repository(), options, ports)
 
-    server = start()
+    server = ready(start, within_s=_STARTS_WITHIN_S)
     try:
-        try:
-            server.wait_ready(_STARTS_WITHIN_S)
-        except BrokenStart:  # 24.10 may hang when it forks; ``Supervisor`` also starts again
-            server.kill()
-            server = start()
-            server.wait_ready(_STARTS_WITHIN_S)
         yield server
     finally:
         # not stopped: no answer is of use now, and after a signal there is no time to drain

@@ -50,6 +50,10 @@ class Dialect(ABC):
         of one that is constrained to calls."""
         return CallReader(self.syntax, calls_alone=calls_alone)
 
+    def text_reader(self) -> CallReader | None:
+        """A reader of one answer that has no calls, if marks stand around its text."""
+        return None
+
     @property
     def stop(self) -> str | None:
         """The stop string that ends an answer after its first call, if there is one."""

@@ -5,28 +5,19 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
 from minisgl_gateway import call_syntax
-from minisgl_gateway.dialects.base import (
-    Arguments,
-    Dialect,
-    Message,
-    Schema,
-    Structure,
-    structure,
-)
+from minisgl_gateway.dialects.base import Arguments, Dialect, Message, Structure
+from minisgl_gateway.dialects.listed import Listed
 from minisgl_gateway.tools import Tool
 from minisgl_gateway.turns import in_turns, joined
 
-_OF_ROOTS: Final = ("$id", "$schema", "x-guidance")
-_BY_NAME: Final = ("properties", "patternProperties", "$defs", "definitions")
-_VALUES: Final = ("const", "enum", "default", "examples")
 _SHORT_ID: Final = re.compile(r"[A-Za-z0-9]{9}")
 _ACKNOWLEDGED: Final = {"role": "assistant", "content": "OK."}
 
 
-class Mistral(Dialect):
+class Mistral(Listed):
     """Mistral. Calls are a JSON list; with ``is_spelled``, and if their names allow it, they come
     one by one, each after its name, as models since the middle of 2025 write them. Templates accept
     only calls and results with ids, of nine letters and digits, and user and assistant in turn. The
@@ -35,7 +26,7 @@ class Mistral(Dialect):
     name = "mistral"
     syntax = call_syntax.MISTRAL
     keeps_special_tokens = True
-    _inside = r"/items/anyOf/(?P<tool>\d+)/properties/arguments"
+    _breaks = (" ", "")
 
     def __init__(self, *, is_spelled: bool) -> None:
         self._is_spelled = is_spelled
@@ -58,36 +49,16 @@ class Mistral(Dialect):
     def _structures(
         self, arguments: Mapping[str, Arguments], required: bool, parallel: bool
     ) -> list[Structure]:
+        if not self._are_spelled(arguments):
+            return super()._structures(arguments, required, parallel)
         (opening,) = self.syntax.openings
-        if self._are_spelled(arguments):
-            return [
-                of_tool.between(f"{opening}{name}{call_syntax.ARGUMENTS}")
-                for name, of_tool in arguments.items()
-            ]
-        calls = [
-            {
-                "type": "object",
-                "properties": {
-                    "name": {"const": name},
-                    "arguments": _moved(
-                        of_tool.schema, f"#/items/anyOf/{index}/properties/arguments"
-                    ),
-                },
-                "required": ["name", "arguments"],
-                "additionalProperties": False,
-            }
-            for index, (name, of_tool) in enumerate(arguments.items())
+        return [
+            of_tool.between(f"{opening}{name}{call_syntax.ARGUMENTS}")
+            for name, of_tool in arguments.items()
         ]
-        found: Schema = {"type": "array", "items": {"anyOf": calls}, "minItems": 1}
-        if not parallel:
-            found["maxItems"] = 1
-        is_lenient = all(of_tool.is_lenient for of_tool in arguments.values())
-        return [structure(opening + blank, found, "", is_lenient=is_lenient) for blank in (" ", "")]
 
     def _place(self, names: Collection[str]) -> str:
-        if self._are_spelled(names):
-            return super()._place(names)
-        return rf"#/structures/\d+/schema{self._inside}"
+        return Dialect._place(self, names) if self._are_spelled(names) else super()._place(names)
 
     def _are_spelled(self, names: Iterable[str]) -> bool:
         return self._is_spelled and all(map(call_syntax.is_plain_name, names))
@@ -114,27 +85,6 @@ def alternating(messages: Sequence[Message]) -> list[Message]:
 def _is_said(message: Message) -> bool:
     """Whether it is a text of the assistant, and nothing else."""
     return message.keys() == {"role", "content"} and message["role"] == "assistant"
-
-
-def _moved(root: Mapping[str, Any], place: str) -> Schema:
-    """A schema moved to a place in another one: its references to itself are changed."""
-
-    def moved(schema: Any) -> Any:
-        if isinstance(schema, list):
-            return [moved(item) for item in schema]
-        if not isinstance(schema, dict):
-            return schema
-        found: Schema = {}
-        for key, value in schema.items():
-            if key in _BY_NAME and isinstance(value, dict):
-                found[key] = {name: moved(inner) for name, inner in value.items()}
-            elif key == "$ref" and isinstance(value, str) and value.startswith("#"):
-                found[key] = place + value[1:]
-            else:
-                found[key] = value if key in _VALUES else moved(value)
-        return found
-
-    return {key: value for key, value in moved(dict(root)).items() if key not in _OF_ROOTS}
 
 
 def _short_id(call_id: str) -> str:

@@ -45,11 +45,22 @@ _READ: Final = 4096
 
 
 @triton.jit
-def _biased(begun, bias_ptr, c, mask, BIAS: tl.constexpr):
-    """The sum that a convolution has begun, with the bias of channels ``c``."""
+def _begun(inputs_ptr, weight_ptr, bias_ptr, c, mask, WIDTH: tl.constexpr, BIAS: tl.constexpr):
+    """``conv_begun`` for channels ``c``, with their bias in the sum."""
+    begun, own, stay = conv_begun(inputs_ptr, weight_ptr, c, mask, WIDTH)
     if BIAS:
         begun += tl.load(bias_ptr + c, mask=mask, other=0.0).to(tl.float32)
-    return begun
+    return begun, own, stay
+
+
+@triton.jit
+def _part_of_state(head_ptr, p, n, P: tl.constexpr, N: tl.constexpr):
+    """The values ``p`` of a head's state: where they are, which of them there are, and what is
+    there, [PART, NP]. They were written before the step, so the first-level cache is bypassed."""
+    at = head_ptr + p[:, None] * N + n[None, :]
+    inside = (p < P)[:, None] & (n < N)[None, :]
+    state = tl.load(at, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
+    return at, inside, state
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots_ptr", "positions_ptr", "steps_ptr"])
@@ -100,9 +111,8 @@ def _step(
         return
     p, n = tl.program_id(0) * PART + tl.arange(0, PART), tl.arange(0, NP)
     in_p, in_n = p < P, n < N
-    at = states_ptr + slot * states_stride + head * (P * N) + p[:, None] * N + n[None, :]
-    in_state = in_p[:, None] & in_n[None, :]
-    state = tl.load(at, mask=in_state, other=0.0, cache_modifier=".cg").to(tl.float32)  # [PART, NP]
+    of_state = states_ptr + slot * states_stride + head * (P * N)
+    at, in_state, state = _part_of_state(of_state, p, n, P, N)
     place = (tl.load(positions_ptr + row) % EVERY).to(tl.int32)  # of this token's update
     of_head = slot * HEADS + head
     begin = tl.load(begins_ptr + of_head, cache_modifier=".cg")
@@ -111,12 +121,9 @@ def _step(
     of_b = HEADS * P + group * N + n
     of_c = of_b + GROUPS * N
     row_inputs = inputs_ptr + slot * inputs_stride
-    x_begun, x_own, x_stay = conv_begun(row_inputs, conv_ptr, of_x, in_p, WIDTH)
-    b_begun, b_own, _ = conv_begun(row_inputs, conv_ptr, of_b, in_n, WIDTH)
-    c_begun, c_own, _ = conv_begun(row_inputs, conv_ptr, of_c, in_n, WIDTH)
-    x_begun = _biased(x_begun, conv_bias_ptr, of_x, in_p, BIAS)
-    b_begun = _biased(b_begun, conv_bias_ptr, of_b, in_n, BIAS)
-    c_begun = _biased(c_begun, conv_bias_ptr, of_c, in_n, BIAS)
+    x_begun, x_own, x_stay = _begun(row_inputs, conv_ptr, conv_bias_ptr, of_x, in_p, WIDTH, BIAS)
+    b_begun, b_own, _ = _begun(row_inputs, conv_ptr, conv_bias_ptr, of_b, in_n, WIDTH, BIAS)
+    c_begun, c_own, _ = _begun(row_inputs, conv_ptr, conv_bias_ptr, of_c, in_n, WIDTH, BIAS)
     log_rate, bias = tl.load(log_rates_ptr + head), tl.load(bias_ptr + head)
     skip = tl.load(skips_ptr + head).to(tl.float32)
     if begin < place:  # now that all loads are under way
@@ -239,12 +246,9 @@ def _prepare(
     of_b = HEADS * P + group * N + n
     of_c = of_b + GROUPS * N
     row_inputs = inputs_ptr + slot * inputs_stride
-    x_begun, x_own, x_stay = conv_begun(row_inputs, conv_ptr, of_x, in_x, WIDTH)
-    b_begun, b_own, _ = conv_begun(row_inputs, conv_ptr, of_b, in_n, WIDTH)
-    c_begun, c_own, _ = conv_begun(row_inputs, conv_ptr, of_c, in_n, WIDTH)
-    x_begun = _biased(x_begun, conv_bias_ptr, of_x, in_x, BIAS)
-    b_begun = _biased(b_begun, conv_bias_ptr, of_b, in_n, BIAS)
-    c_begun = _biased(c_begun, conv_bias_ptr, of_c, in_n, BIAS)
+    x_begun, x_own, x_stay = _begun(row_inputs, conv_ptr, conv_bias_ptr, of_x, in_x, WIDTH, BIAS)
+    b_begun, b_own, _ = _begun(row_inputs, conv_ptr, conv_bias_ptr, of_b, in_n, WIDTH, BIAS)
+    c_begun, c_own, _ = _begun(row_inputs, conv_ptr, conv_bias_ptr, of_c, in_n, WIDTH, BIAS)
     log_rates = tl.load(log_rates_ptr + h, mask=in_h, other=0.0).to(tl.float32)
     biases = tl.load(bias_ptr + h, mask=in_h, other=0.0)
     skips = tl.load(skips_ptr + h, mask=in_h, other=0.0).to(tl.float32)
@@ -309,9 +313,8 @@ def _read(
         return
     p, n = tl.program_id(0) * PART + tl.arange(0, PART), tl.arange(0, NP)
     in_p, in_n = p < P, n < N
-    at = states_ptr + slot * states_stride + head * (P * N) + p[:, None] * N + n[None, :]
-    in_state = in_p[:, None] & in_n[None, :]
-    state = tl.load(at, mask=in_state, other=0.0, cache_modifier=".cg").to(tl.float32)  # [PART, NP]
+    of_state = states_ptr + slot * states_stride + head * (P * N)
+    at, in_state, state = _part_of_state(of_state, p, n, P, N)
     place = (tl.load(positions_ptr + row) % EVERY).to(tl.int32)
     of_head, group = slot * HEADS + head, head // (HEADS // GROUPS)
     begin = tl.load(begins_ptr + of_head, cache_modifier=".cg")

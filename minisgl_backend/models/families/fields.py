@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.experts_spec import RoutingRule, SharedExpert
-from minisgl_backend.models.common_fields import common_fields
+from minisgl_backend.models.common_fields import common_fields, read_rope
 from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.spec import MOST_EXPERTS, ModelSpec, RopeSpec
 from minisgl_backend.models.tensor_names import MULTIMODAL
@@ -164,6 +164,11 @@ def read_ropes_by_kind(
     if not by_kind:
         return by_kind, read(config)
     return by_kind, read(config.with_values(rope_parameters=by_kind.get("full_attention", {})))
+
+
+def read_local_rope(config: ConfigReader, max_positions: int, given: Mapping[str, Any]) -> RopeSpec:
+    """The rotation of the layers with a window, from the table that is ``given`` for it."""
+    return read_rope(config, max_positions, given=given, kind="sliding_attention")
 
 
 def set_kinds(

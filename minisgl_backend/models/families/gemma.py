@@ -17,6 +17,7 @@ from minisgl_backend.models.families.fields import (
     attention_biases,
     check_supported,
     kinds_by_pattern,
+    read_local_rope,
     read_ropes_by_kind,
     set_kinds,
     text_config,
@@ -99,7 +100,7 @@ def read_gemma3_text(config: ConfigReader) -> ModelSpec:
     kinds = listed or kinds_by_pattern(num_layers, every)
     theta = config.number("rope_local_base_freq", 10_000.0)
     given = {"rope_theta": theta, **by_kind.get("sliding_attention", {})}
-    local = read_rope(config, fields["rope"].max_positions, given=given)
+    local = read_local_rope(config, fields["rope"].max_positions, given)
     if fields["rope"].scaling == "linear":
         # here max_position_embeddings is the context after stretching
         rope = fields["rope"]
@@ -139,7 +140,7 @@ def read_gemma4_text(config: ConfigReader) -> ModelSpec:
     most, of_full = fields["rope"].max_positions, by_kind.get("full_attention")
     wide = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6}
     fields["rope"] = read_rope(config, most, given=of_full or wide)
-    local = read_rope(config, most, given=by_kind.get("sliding_attention", {}))
+    local = read_local_rope(config, most, by_kind.get("sliding_attention", {}))
     set_kinds(fields, kinds, config.integer("sliding_window", 512), local)
     are_keys = config.flag("attention_k_eq_v")
     fields["heads"] = _heads_by_kind(config, fields, kinds, are_keys)

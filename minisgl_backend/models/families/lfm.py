@@ -8,11 +8,12 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from minisgl_backend.experts_spec import ExpertsSpec, RoutingRule
-from minisgl_backend.models.common_fields import common_fields, read_rope
+from minisgl_backend.models.common_fields import common_fields
 from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.families.fields import (
     attention_biases,
     check_supported,
+    read_local_rope,
     read_ropes_by_kind,
     set_kinds,
 )
@@ -118,9 +119,8 @@ def read_lfm3(config: ConfigReader) -> ModelSpec:
     of_four = ("sliding_attention", "conv", "full_attention", "conv")
     by_default = ["conv", *(of_four[layer % 4] for layer in range(1, num_layers))]
     kinds = config.layer_kinds(_KINDS_OF_LFM3, num_layers) or by_default
-    local = read_rope(
-        config, fields["rope"].max_positions, given=by_kind.get("sliding_attention", {})
-    )
+    given = by_kind.get("sliding_attention", {})
+    local = read_local_rope(config, fields["rope"].max_positions, given)
     set_kinds(fields, kinds, config.integer_or_null("sliding_window", 256), local)
     is_gated = config.flag("use_attention_gate", True)
     fields |= _conv_fields(config, kinds, fields["hidden_size"], 7, _RENAMED_OF_LFM3)

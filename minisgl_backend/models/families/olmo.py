@@ -6,13 +6,14 @@ from typing import Any, Final
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.experts_spec import ExpertsSpec
-from minisgl_backend.models.common_fields import common_fields, read_rope
+from minisgl_backend.models.common_fields import common_fields
 from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.families.fields import (
     ATTENTION_KINDS,
     HYBRID_KINDS,
     attention_biases,
     kinds_by_pattern,
+    read_local_rope,
     read_ropes_by_kind,
     read_routing,
     set_kinds,
@@ -48,7 +49,7 @@ def read_olmo3(config: ConfigReader) -> ModelSpec:
     num_layers = fields["num_layers"]
     kinds = config.layer_kinds(ATTENTION_KINDS, num_layers) or kinds_by_pattern(num_layers, 4)
     given = by_kind.get("sliding_attention", {})
-    local = read_rope(config, fields["rope"].max_positions, given=given)
+    local = read_local_rope(config, fields["rope"].max_positions, given)
     set_kinds(fields, kinds, config.integer("sliding_window", 4096), local)
     return ModelSpec(architecture="Olmo3ForCausalLM", norms="after", **fields)
 

@@ -11,12 +11,13 @@ from dataclasses import replace
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.experts_spec import ExpertsSpec, SharedExpert
-from minisgl_backend.models.common_fields import common_fields, read_rope
+from minisgl_backend.models.common_fields import common_fields
 from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.families.fields import (
     ATTENTION_KINDS,
     layers_with_experts,
     qk_normed_fields,
+    read_local_rope,
     read_ropes_by_kind,
     read_routing,
     set_kinds,
@@ -107,7 +108,7 @@ def read_mellum(config: ConfigReader) -> ModelSpec:
         raise ConfigError(f"{config.where}: rope_parameters lacks a table for {names}")
     if "sliding_attention" in kinds:
         given = by_kind["sliding_attention"]
-        local = read_rope(config, fields["rope"].max_positions, given=given)
+        local = read_local_rope(config, fields["rope"].max_positions, given)
         set_kinds(fields, kinds, config.integer("sliding_window", 1024), local)
     experts = ExpertsSpec(
         routing=read_routing(config, 64, 8, normalize=config.flag("norm_topk_prob", True)),

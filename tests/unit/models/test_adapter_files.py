@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tracemalloc
@@ -25,7 +26,7 @@ from minisgl_backend.models.tensor_names import MULTIMODAL
 from minisgl_backend.precheck import check_options
 from minisgl_backend.server import options as server_options
 from minisgl_backend.server.options import checked
-from minisgl_kit.adapters import write_adapter
+from minisgl_kit.adapters import adapted_shapes, write_adapter
 from tests.unit.models.config_jsons import LFM2_1_2B, LFM3_1_7B
 
 SPEC = load_spec(Path(DEMO_MODEL))
@@ -273,6 +274,53 @@ def test_what_takes_adapters_is_named_as_in_the_checkpoint(
     save_file(tensors, folder / "adapter_model.safetensors")
     with pytest.raises(ConfigError, match=f"takes adapters only for {known} of its layers"):
         open_adapter(folder, projections, spec.names, max_rank=4)
+
+
+@pytest.mark.parametrize(
+    ("config", "decoders", "theirs"),
+    [
+        (LFM2_1_2B, "mlp.gate_proj", "feed_forward.w1"),
+        (LFM2_1_2B, "self_attn.o_proj", "self_attn.out_proj"),
+        (LFM3_1_7B, "mlp.down_proj", "feed_forward.w2"),
+        (LFM3_1_7B, "self_attn.gate_proj", "self_attn.g_proj"),  # as in transformers
+        (LFM3_1_7B, "self_attn.gate_proj", "self_attn.gate_proj"),  # as in the checkpoint
+    ],
+)
+def test_a_layer_that_the_file_lacks_is_named_as_the_others_are(
+    config: dict[str, Any], decoders: str, theirs: str, tmp_path: Path
+) -> None:
+    spec = parse_spec(config)
+    known = {f"model.layers.{layer}.{decoders}": Projection(8, 8) for layer in (2, 11)}
+    file = "base_model.model.model.layers"
+    folder = written(tmp_path, target_modules=[theirs.rpartition(".")[2]])
+    for layers, lacking in (((2, 11), None), ((2,), 11), ((11,), 2)):
+        tensors = {
+            f"{file}.{layer}.{theirs}.lora_{factor}.weight": torch.zeros(4, 8)
+            if factor == "A"
+            else torch.zeros(8, 4)
+            for layer in layers
+            for factor in "AB"
+        }
+        save_file(tensors, folder / "adapter_model.safetensors")
+        if lacking is None:
+            assert (
+                open_adapter(folder, known, spec.names, max_rank=4).factors.keys() == known.keys()
+            )
+            continue
+        missing = f"the adapter lacks {file}.{lacking}.{theirs}.lora_A.weight"
+        with pytest.raises(ConfigError, match=f"{re.escape(missing)}$"):
+            open_adapter(folder, known, spec.names, max_rank=4)
+
+
+def test_adapters_for_tests_have_the_sizes_of_gates() -> None:
+    """A gate of a head is one number, or as many as the head has elements."""
+    of_heads = parse_spec(LFM3_1_7B)
+    for spec, size in (
+        (of_heads, of_heads.num_heads),
+        (replace(of_heads, head_gates=False), of_heads.num_heads * of_heads.head_dim),
+    ):
+        sizes = {outs for name, outs, _ in adapted_shapes(spec) if "self_attn.gate_proj" in name}
+        assert sizes == {size}
 
 
 def test_numbers_that_are_not_finite_are_named(tmp_path: Path) -> None:

@@ -1698,6 +1698,14 @@ def test_short_convolutions() -> None:
     assert 1.7 < spec.num_parameters / 1e9 < 1.9
     with pytest.raises(ConfigError, match="use_sandwich_norm False is not supported, only True"):
         parse_spec({**LFM3_1_7B, "use_sandwich_norm": False})
+    for table, complaint in (
+        ({"rope_theta": 0.5}, "rope_theta must be above 1, got 0.5"),
+        ({"rope_type": "spiral"}, "rope type 'spiral' is not supported"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
+    ):
+        ropes = {"sliding_attention": table, "full_attention": {"rope_theta": 1e6}}
+        with pytest.raises(ConfigError, match=f"rope_parameters: sliding_attention: {complaint}"):
+            parse_spec({**LFM3_1_7B, "rope_parameters": ropes})
     with pytest.raises(ConfigError, match="layer_types must be 24 of conv, full_attention"):
         parse_spec({**LFM2_8B_A1B, "layer_types": ["conv"]})
 

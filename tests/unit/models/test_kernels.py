@@ -414,13 +414,7 @@ def test_projections_of_latents_on_tensor_cores(
     theirs = write_broad_latents_checkpoint(tmp_path)
     spec = load_spec(tmp_path)
     if packed:
-        form = CONVERTED_FP8
-        names = re.compile(r".*attn\.(q_b|o)_proj")
-        for name, weight in theirs.named_parameters():
-            if names.fullmatch(name.removesuffix(".weight")):
-                found = quantize(weight.data, form.encoding, (128, 128), symmetric=True)
-                weight.data.copy_(dequantized(found, torch.float32))
-        spec = replace(spec, weights=WeightFormats("test", (Rule(names, form),)))
+        spec = with_packed(spec, theirs, r".*attn\.(q_b|o)_proj")
     prompt = a_prompt(theirs, length)
 
     def check(group: Group) -> None:
@@ -483,13 +477,7 @@ def test_weights_between_norms_take_tensor_cores_separately(
     theirs = write_broad_gemma_checkpoint(tmp_path)
     spec = load_spec(tmp_path)
     if packed:
-        form = CONVERTED_FP8
-        names = re.compile(rf".*({packed})\.\w+_proj")
-        for name, weight in theirs.named_parameters():
-            if names.fullmatch(name.removesuffix(".weight")):
-                found = quantize(weight.data, form.encoding, (128, 128), symmetric=True)
-                weight.data.copy_(dequantized(found, torch.float32))
-        spec = replace(spec, weights=WeightFormats("test", (Rule(names, form),)))
+        spec = with_packed(spec, theirs, rf".*({packed})\.\w+_proj")
     prompt = a_prompt(theirs, length)
 
     def check(group: Group) -> None:
@@ -977,6 +965,17 @@ def write(case: str, folder: Path) -> Any:
         return write_checkpoint(case, folder)
     assert wide_linear.is_faster(40, 512, 512, parts=True)
     return write_broad_checkpoint(folder)
+
+
+def with_packed(spec: ModelSpec, theirs: Any, pattern: str) -> ModelSpec:
+    """The spec of a checkpoint whose modules of these names are converted to FP8. Their weights in
+    ``theirs`` are rounded as those are."""
+    form, names = CONVERTED_FP8, re.compile(pattern)
+    for name, weight in theirs.named_parameters():
+        if names.fullmatch(name.removesuffix(".weight")):
+            found = quantize(weight.data, form.encoding, (128, 128), symmetric=True)
+            weight.data.copy_(dequantized(found, torch.float32))
+    return replace(spec, weights=WeightFormats("test", (Rule(names, form),)))
 
 
 def a_prompt(theirs: Any, length: int) -> Prompt:

@@ -8,6 +8,7 @@ import fcntl
 import importlib.metadata
 import os
 import re
+import shutil
 import signal
 import socket
 import stat
@@ -31,7 +32,7 @@ from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.runtime_files import QUEUE_OPEN, Heartbeat, State
 from minisgl_backend.server import process
-from minisgl_backend.server.directory import make_directory, sweep
+from minisgl_backend.server.directory import make_directory, regions, sweep
 from minisgl_backend.server.installation import Installation, find_installation
 from minisgl_backend.server.launch import ServerOptions, command_line
 from minisgl_backend.server.log import Console, failure_in_log
@@ -172,7 +173,7 @@ def test_its_files_are_private_and_go_with_it(server: TritonServer) -> None:
 
 def test_what_a_killed_server_left_goes_with_the_next_start(server: TritonServer) -> None:
     """Files of a server with a live process stay, as do files that belong to no server."""
-    killed, lock = make_directory(f"minisgl-test-{os.getpid()}-")
+    killed, locks = make_directory(f"minisgl-test-{os.getpid()}-")
     region = Path("/dev/shm") / f"minisgl-test-{os.getpid()}-left"
     region.touch()
     assert killed not in sweep() and region.exists()
@@ -180,12 +181,42 @@ def test_what_a_killed_server_left_goes_with_the_next_start(server: TritonServer
     with pytest.raises(BlockingIOError):  # so that systemd-tmpfiles leaves it alone
         fcntl.flock(cleaner, fcntl.LOCK_EX | fcntl.LOCK_NB)
     os.close(cleaner)
-    os.close(lock)
+    for lock in locks:
+        os.close(lock)
     other = Path(tempfile.mkdtemp(prefix="minisgl-"))
     sweep()  # a start in another pytest worker may have begun to do the same
     wait_until(lambda: not killed.exists() and not region.exists())
+    assert not region.with_name(f"minisgl-test-{os.getpid()}-lock").exists()
     assert server.directory.exists() and other.exists()
+    assert Path("/dev/shm", f"{server.shared_memory_prefix}lock").exists()
     other.rmdir()
+
+
+@pytest.mark.parametrize("is_alive", [True, False])
+def test_shared_memory_whose_directory_went_first(is_alive: bool) -> None:
+    """It is that of a dead server only if nobody holds its own lock."""
+    prefix = f"minisgl-first-{os.getpid()}-"
+    directory, (lock, lock_of_regions) = make_directory(prefix)
+    region = Path("/dev/shm") / f"{prefix}left"
+    region.touch()
+    shutil.rmtree(directory)
+    os.close(lock)
+    if not is_alive:
+        os.close(lock_of_regions)
+    sweep()
+    if is_alive:
+        assert regions(prefix) == [region]
+        os.close(lock_of_regions)
+        sweep()
+    wait_until(lambda: not list(Path("/dev/shm").glob(f"{prefix}*")))
+
+
+def test_every_process_of_a_server_holds_both_locks(server: TritonServer) -> None:
+    held = {link.resolve() for link in Path(f"/proc/{server.pid}/fd").iterdir()}
+    lock = Path("/dev/shm", f"{server.shared_memory_prefix}lock")
+    assert {server.directory, lock} <= held
+    server.stop()
+    assert not lock.exists()
 
 
 def test_it_drains_before_it_is_told_to_stop(server: TritonServer) -> None:

@@ -19,6 +19,8 @@ from tests.fakes import chat_templates, vocabularies
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 THINK = ("<think>", "</think>")
+PLAN = ("<|START_THINKING|>", "<|END_THINKING|>")
+COMMAND = {"<|START_ACTION|>", "<|END_ACTION|>", "<|START_RESPONSE|>"}
 CHAT: list[dict[str, Any]] = [
     {"role": "user", "content": "What follows </think>, <think> or [THINK]?"},
     {"role": "assistant", "content": "Nothing. <tool_call>"},
@@ -75,6 +77,18 @@ def shown(source: str, **variables: Any) -> ChatFormat:
             ("<seed:think>", "</seed:think>"),
             False,
         ),
+        ("NEMOTRON_NANO_2", "nemotron", {"<TOOLCALL>", "</TOOLCALL>"}, THINK, True),
+        (
+            "NEMOTRON_3",
+            "qwen_xml",
+            {"<tool_call>", "</tool_call>", "<function=", "<parameter="},
+            THINK,
+            True,
+        ),
+        ("LFM_2", "lfm2", set(), None, False),
+        ("LFM_2_5", "lfm2", {"<|tool_call_start|>", "<|tool_call_end|>"}, THINK, False),
+        ("COMMAND_R7B", "command", COMMAND, PLAN, False),
+        ("COMMAND_A_REASONING", "command", COMMAND, PLAN, True),
         ("DEEPSEEK_R1_DISTILL", None, set(), THINK, True),
         ("DEEPSEEK_R1_DISTILL_FIRST", None, set(), THINK, False),
         ("LLAMA_3", None, set(), None, False),
@@ -124,6 +138,7 @@ def test_a_section_that_the_prompt_has_closed() -> None:
     assert shown(chat_templates.GEMMA_4, enable_thinking=True).thinking is not None
     begun = shown(chat_templates.EXAONE_4, enable_thinking=True)
     assert begun.thinking == THINK and begun.begins_thinking
+    assert shown(chat_templates.COMMAND_A_REASONING, reasoning=False).thinking is None
     closed = shown(chat_templates.QWEN3, enable_thinking=False)
     assert closed.thinking is None
     assert not closed.begins_thinking

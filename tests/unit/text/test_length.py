@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Tokenizer, normalizers, pre_tokenizers
 
 from minisgl_backend.config import DEMO_MODEL
 from minisgl_backend.errors import InvalidRequest
-from minisgl_backend.text.length import LengthCheck, longest_token_bytes
+from minisgl_backend.text.length import LengthCheck, Room, longest_token_bytes
 from minisgl_backend.text.tokenizer import PromptEncoder
 from minisgl_backend.text.vocabulary import Vocabulary
 from minisgl_backend.wire.generation import MessagesPrompt, TextPrompt, TokenPrompt
@@ -61,12 +61,12 @@ def test_a_text_of_megabytes_is_not_tokenized(text: str, monkeypatch: pytest.Mon
 def test_a_beginning_tells_of_many_tokens() -> None:
     """Bytes reveal nothing if a tokenizer's tokens may stand for any number of them."""
     tokenizer = vocabularies.words()
-    check = LengthCheck(tokenizer, Vocabulary.of(tokenizer), CONTEXT)
+    check, room = LengthCheck(tokenizer, Vocabulary.of(tokenizer)), Room.of(CONTEXT, None)
     text = "alpha beta " * 1000
     with pytest.raises(InvalidRequest, match="of more than 56 tokens does not fit the context of"):
-        check.check(tokenizer, text, len(text))
+        check.check(tokenizer, text, len(text), room)
     one_token = "x" * 100_000
-    check.check(tokenizer, one_token, len(one_token))
+    check.check(tokenizer, one_token, len(one_token), room)
 
 
 def test_tokens_and_chats_that_are_too_long() -> None:
@@ -78,6 +78,19 @@ def test_tokens_and_chats_that_are_too_long() -> None:
         SHORT.encode(
             SHORT.render_chat(MessagesPrompt('[{"role": "user", "content": "%s"}]' % ("a" * 5000)))
         )
+
+
+def test_the_pages_may_have_less_room_than_the_context() -> None:
+    ids = np.zeros(20, dtype=np.int32)
+    assert len(SHORT.encode(TokenPrompt(ids), most_tokens=20)) == 20
+    with pytest.raises(InvalidRequest) as caught:
+        SHORT.encode(TokenPrompt(ids), most_tokens=19)
+    told = "prompt of 20 tokens does not fit the KV cache, which has room for 19"
+    assert str(caught.value) == told
+    with pytest.raises(InvalidRequest, match="bytes does not fit the KV cache, which has room for"):
+        SHORT.encode(TextPrompt("a" * 600), most_tokens=19)
+    with pytest.raises(InvalidRequest, match="does not fit the context of 50"):
+        SHORT.encode(TokenPrompt(np.zeros(CONTEXT + 1, dtype=np.int32)), most_tokens=CONTEXT)
 
 
 def test_the_longest_token() -> None:

@@ -318,10 +318,10 @@ def test_the_pool_is_bounded_and_a_stop_request_ends_what_waits_in_it(
     entered, leave = threading.Event(), threading.Event()
     encode = PromptEncoder.encode
 
-    def slow(self: PromptEncoder, prompt: RenderedPrompt) -> IntArray:
+    def slow(self: PromptEncoder, prompt: RenderedPrompt, most_tokens: int | None) -> IntArray:
         entered.set()
         assert leave.wait(PATIENCE_S)
-        return encode(self, prompt)
+        return encode(self, prompt, most_tokens)
 
     monkeypatch.setattr(PromptEncoder, "encode", slow)
     waiting = [

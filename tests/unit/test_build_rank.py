@@ -22,7 +22,7 @@ from minisgl_backend.execution.storage import bytes_per_page
 from minisgl_backend.kernels.gated_delta import DeltaStates
 from minisgl_backend.kernels.sampling_table import SamplingTable
 from minisgl_backend.models.catalog import load_spec
-from minisgl_backend.models.spec import DeltaSpec, MambaSpec, RecurrentSpec
+from minisgl_backend.models.spec import DeltaSpec, KimiDeltaSpec, MambaSpec, RecurrentSpec
 from minisgl_backend.parallel.group import OneRank
 from minisgl_backend.parallel.place import RankPlace
 from minisgl_backend.parts import STANDARD
@@ -135,6 +135,14 @@ def test_all_pages_that_were_asked_for_hold_keys(
             conv_width=4,
             layers=frozenset({0}),
         ),
+        KimiDeltaSpec(
+            num_key_heads=4,
+            num_heads=4,
+            key_dim=16,
+            value_dim=16,
+            conv_width=4,
+            layers=frozenset({0}),
+        ),
         MambaSpec(
             num_heads=4,
             head_dim=16,
@@ -144,7 +152,7 @@ def test_all_pages_that_were_asked_for_hold_keys(
             layers=frozenset({0}),
         ),
     ],
-    ids=["delta", "mamba"],
+    ids=["delta", "kimi", "mamba"],
 )
 def test_states_of_16_bits_leave_memory_for_more_snapshots(shape: RecurrentSpec) -> None:
     facts = facts_of(num_pages=8, max_running_requests=8, memory_ratio=1.0)

@@ -78,7 +78,7 @@ def stored(state, kind: tl.constexpr):
 
 
 @triton.jit
-def product(a, b, KIND: tl.constexpr, PRECISION: tl.constexpr):
+def _product(a, b, KIND: tl.constexpr, PRECISION: tl.constexpr):
     """a b in float32, for operands that are rounded to ``KIND``."""
     return tl.dot(a.to(KIND), b.to(KIND), input_precision=PRECISION)
 
@@ -113,10 +113,10 @@ def inverse(a, exchanged_ptr, KIND: tl.constexpr, PRECISION: tl.constexpr):
         tl.store(part_ptr[:, None] + row * 16 + column[None, :], rows[row])
     tl.debug_barrier()
     d = tl.load(on_diagonal, mask=own, other=0.0)
-    n = product(d, tl.where(own, 0.0, a), KIND, PRECISION)
+    n = _product(d, tl.where(own, 0.0, a), KIND, PRECISION)
     one = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
-    series = product(one - n, one + product(n, n, KIND, PRECISION), KIND, PRECISION)
-    return product(series, d, KIND, PRECISION)
+    series = _product(one - n, one + _product(n, n, KIND, PRECISION), KIND, PRECISION)
+    return _product(series, d, KIND, PRECISION)
 
 
 @triton.jit(do_not_specialize_on_alignment=["blocks_ptr", "a_ptr", "b_ptr"])
@@ -346,7 +346,8 @@ def solve_blocks(
     assert a.stride(1) == b.stride(1) == channels.stride(1) == 1
     solved = empty_blocks(channels, len(blocks), shape, by_dimension=False)
     kp, vp = solved.keys.shape[3], solved.written.shape[3]
-    exchanged = torch.empty((len(blocks), num_heads, BLOCK, 16), device=channels.device)
+    of_inverses = (len(blocks), num_heads, BLOCK, 16)
+    exchanged = torch.empty(of_inverses, dtype=torch.float32, device=channels.device)
     precision, system_kind = precision_of(channels.dtype)
     _solve_blocks[(len(blocks), num_key_heads)](
         *solved,

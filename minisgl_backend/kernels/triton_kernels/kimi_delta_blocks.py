@@ -163,8 +163,10 @@ def solve_kimi_blocks(
     assert a.stride(2) == b.stride(1) == channels.stride(1) == 1 and a.stride(1) == key_dim
     solved = empty_blocks(channels, len(blocks), shape, by_dimension=True)
     of_block = len(blocks), num_heads, BLOCK
-    systems = torch.empty((*of_block, BLOCK), device=channels.device)
-    exchanged = torch.empty((*of_block, 16), device=channels.device)
+    systems, exchanged = (
+        torch.empty((*of_block, width), dtype=torch.float32, device=channels.device)
+        for width in (BLOCK, 16)
+    )
     precision, system_kind = precision_of(channels.dtype)
     _solve_kimi_blocks[(len(blocks), num_heads)](
         *solved,

@@ -63,7 +63,7 @@ def cache_sizes(facts: Resolved, group: Group) -> CacheSizes:
         pending = pending_bytes(facts.spec.recurrent.of_rank(facts.place.size))
         reserved_bytes += rows * (slot_bytes + pending)
         num_snapshots = choose_num_snapshots(
-            options, slot_bytes, free_bytes - reserved_bytes, cap_bytes
+            options, slot_bytes, int(free_bytes * options.memory_ratio) - reserved_bytes, cap_bytes
         )
         reserved_bytes += num_snapshots * slot_bytes
     windows = _window_rule(facts)
@@ -145,15 +145,15 @@ def make_storage(facts: Resolved, sizes: CacheSizes) -> KVStorage:
 
 
 def choose_num_snapshots(
-    options: EngineOptions, slot_bytes: int, free_bytes: int, cap_bytes: int | None
+    options: EngineOptions, slot_bytes: int, budget: int, cap_bytes: int | None
 ) -> int:
     """How many snapshots of ``slot_bytes`` to make: as many as the option says, or a number that
-    suits the memory left for pages and snapshots together."""
+    suits the ``budget`` of bytes for pages and snapshots together."""
     if options.cache == "naive":
         return 0
     if options.state_snapshots is not None:
         return options.state_snapshots
-    budget = max(0, int(free_bytes * options.memory_ratio))
+    budget = max(0, budget)
     if cap_bytes is not None:
         budget = min(budget, cap_bytes)
     return min(4 * options.max_running_requests, budget // 4 // slot_bytes)

@@ -170,10 +170,11 @@ def choose_num_pages(
     """The number of pages that fit in the budget, beside the dummy page and with the window pages
     that ``windows`` adds. A page takes ``page_bytes`` in the layers without window pages.
 
-    The budget is ``memory_ratio`` of ``free_bytes``, minus the ``reserved_bytes`` that rows take,
-    and at most ``cap_bytes``. Raises ``ConfigError``, with the numbers, if not even one page fits.
+    The budget is ``memory_ratio`` of ``free_bytes``, less the ``reserved_bytes`` that rows take,
+    and at most ``cap_bytes``: what rows take does not reduce what is left for steps. Raises
+    ``ConfigError``, with the numbers, if not even one page fits.
     """
-    budget = int(max(free_bytes - reserved_bytes, 0) * memory_ratio)
+    budget = max(int(free_bytes * memory_ratio) - reserved_bytes, 0)
     if cap_bytes is not None:
         budget = min(budget, cap_bytes)
 
@@ -195,6 +196,6 @@ def choose_num_pages(
         raise ConfigError(
             f"no memory for KV pages: one of {page_size} positions takes {num_bytes(0):,} bytes, "
             f"but only {budget:,} bytes are left for them ({memory_ratio:g} of {free_bytes:,} "
-            f"free, of which {max_rows} running requests take {reserved_bytes:,})"
+            f"free, less the {reserved_bytes:,} of {max_rows} running requests)"
         )
     return num_pages

@@ -112,7 +112,7 @@ def test_number_of_pages() -> None:
     """One page fewer than fit: the dummy page."""
     assert _choose(100_000) == 49
     assert _choose(100_000, cap_bytes=30_000) == 29
-    assert _choose(100_000, reserved_bytes=20_000) == 39
+    assert _choose(100_000, reserved_bytes=20_000) == 29
     assert _choose(10**9) == 499_999  # however few positions all rows can use
     assert _choose(10**15) == 2**31 // 16 - 1  # kernels number positions with int32
 

@@ -78,7 +78,7 @@ class EngineOptions:
 
     memory_ratio: float = option(
         0.9,
-        "share of the memory that is free after loading the weights, for KV pages, and for the tables "
+        "share of the memory that is free after loading, for KV pages, and for the tables "
         "and recurrent states of rows",
         minimum=0.01,
         maximum=1.0,

@@ -109,8 +109,8 @@ class GatedMLP(nn.Module):
 
 
 class UngatedMLP(nn.Module):
-    """The block of Nemotron (``FeedForward``): down(relu(up(x))^2), or with another
-    ``activation``."""
+    """A block without gates (``FeedForward``): down(activation(up(x))), as Nemotron has it with the
+    square of ReLU and StarCoder 2 with GELU."""
 
     def __init__(
         self,

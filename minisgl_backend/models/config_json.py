@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 from minisgl_backend.errors import ConfigError
@@ -36,21 +37,37 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 class ConfigReader:
-    """Typed access to a config.json; null counts as absent, except in ``integer_or_null``."""
+    """Typed access to a config.json; null counts as absent, except in ``integer_or_null``.
 
-    def __init__(self, values: Mapping[str, Any], where: str = "config.json"):
+    ``spellings`` has the file's own names of keys that are read under others, for errors.
+    """
+
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        where: str = "config.json",
+        spellings: Mapping[str, str] = MappingProxyType({}),
+    ):
         self.values = {key: value for key, value in values.items() if value is not None}
         self.nulls = frozenset(values) - frozenset(self.values)
         self.where = where
+        self.spellings = spellings
 
     def with_defaults(self, **defaults: Any) -> ConfigReader:
         """The same with ``defaults`` for keys that are absent; null stays null."""
-        return ConfigReader({**defaults, **dict.fromkeys(self.nulls), **self.values}, self.where)
+        return self._with({**defaults, **dict.fromkeys(self.nulls), **self.values})
 
     def with_values(self, **values: Any) -> ConfigReader:
         """The same with ``values`` in place of what the file says."""
-        nulls = dict.fromkeys(self.nulls)
-        return ConfigReader({**nulls, **self.values, **values}, self.where)
+        return self._with({**dict.fromkeys(self.nulls), **self.values, **values})
+
+    def respelled(self, names: Mapping[str, str]) -> ConfigReader:
+        """The same with other names for the keys in ``names`` that are present."""
+        found = {names[key]: key for key in names if key in self.values}
+        values = {name: self.values[key] for name, key in found.items()}
+        return ConfigReader(
+            {**dict.fromkeys(self.nulls), **self.values, **values}, self.where, found
+        )
 
     def part(self, key: str) -> ConfigReader:
         """The object under ``key``; ``ConfigError`` if it is absent."""
@@ -147,10 +164,14 @@ class ConfigReader:
     def error(self, key: str, wanted: str, value: Any) -> ConfigError:
         shown = repr(value)
         shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
+        key = self.spellings.get(key, key)
         return ConfigError(f"{self.where}: {key} must be {wanted}, got {shown}")
+
+    def _with(self, values: Mapping[str, Any]) -> ConfigReader:
+        return ConfigReader(values, self.where, self.spellings)
 
     def _get(self, key: str, default: Any) -> Any:
         value = self.values.get(key, default)
         if value is None:
-            raise ConfigError(f"{self.where}: {key} is missing")
+            raise ConfigError(f"{self.where}: {self.spellings.get(key, key)} is missing")
         return value

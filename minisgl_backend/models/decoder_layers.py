@@ -209,7 +209,7 @@ class PostNormLayer(nn.Module):
 
 class LayerNormLayer(_TwoPartLayer):
     """Token mixing and feed-forward, each on a LayerNorm of the residual stream and added to it
-    (StarCoder 2). Each norm is complete before it is read."""
+    (StarCoder 2, Jais 2, Minitron). Each norm is complete before it is read."""
 
     self_attn: SelfAttention
 

@@ -115,7 +115,7 @@ class DeltaSpec:
     """The Gated DeltaNet layers; ``layers`` are those that mix tokens in this way.
     ``state_dtype``: the type that the checkpoint names for states. Rates are sigmoids, times
     ``rate_scale``: with 2 a token may also turn round what the state has for its key. ``norm_eps``
-    is that of the output's norm, unless it is the model's.
+    is that of the output's norm, by default the model's.
     """
 
     num_key_heads: int
@@ -159,7 +159,7 @@ class DeltaSpec:
         """The heads of one of ``num_ranks`` ranks; raises ``ConfigError`` if they do not split."""
         if self.num_key_heads % num_ranks:
             raise ConfigError(
-                f"{self.num_key_heads} key heads of Gated DeltaNet cannot be split evenly over "
+                f"{self.num_key_heads} key heads of the delta rule cannot be split evenly over "
                 f"{num_ranks} tensor-parallel ranks"
             )
         return replace(

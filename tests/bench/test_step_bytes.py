@@ -17,7 +17,11 @@ from minisgl_backend.models.decoder import Decoder
 from minisgl_backend.models.spec import ConvSpec, KimiDeltaSpec
 from minisgl_backend.plan import WHOLE_EVERY
 from minisgl_bench.step_bytes import bytes_of_decode
-from tests.conformance.checkpoints import CONTEXT, write_checkpoint
+from tests.conformance.checkpoints import (
+    CONTEXT,
+    write_broad_hybrid_checkpoint,
+    write_checkpoint,
+)
 from tests.conformance.engines import TinyEngine, load_model
 
 FLOAT = 4
@@ -25,8 +29,12 @@ FLOAT = 4
 
 @contextmanager
 def bound(case: str, folder: Path) -> Iterator[tuple[Decoder, dict[str, int]]]:
-    """A model with pages, and the bytes of its checkpoint's tensors."""
-    write_checkpoint(case, folder)
+    """A model with pages, and the bytes of its checkpoint's tensors. ``broad`` is a Qwen3.5 whose
+    recurrent layers have heads of 128 elements."""
+    if case == "broad":
+        write_broad_hybrid_checkpoint(folder)
+    else:
+        write_checkpoint(case, folder)
     sizes = {name: each.nbytes for name, each in load_file(folder / "model.safetensors").items()}
     model = load_model(folder, context=CONTEXT)
     with TinyEngine(model, page_size=8, context=CONTEXT):
@@ -79,8 +87,12 @@ def test_experts_count_as_often_as_they_are_chosen(tmp_path: Path) -> None:
         )
 
 
-@pytest.mark.parametrize("case", ["qwen3.5", "nemotron-h"])
-def test_recurrent_states_are_read_and_now_and_then_written(case: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("case", "every"), [("qwen3.5", 1), ("broad", WHOLE_EVERY), ("nemotron-h", WHOLE_EVERY)]
+)
+def test_recurrent_states_are_read_and_perhaps_now_and_then_written(
+    case: str, every: int, tmp_path: Path
+) -> None:
     with bound(case, tmp_path) as (model, _):
         shape = model.spec.recurrent
         assert shape is not None
@@ -88,7 +100,7 @@ def test_recurrent_states_are_read_and_now_and_then_written(case: str, tmp_path:
         inputs = shape.num_channels * (shape.conv_width - 1) * FLOAT
         row = bytes_of_decode(model, 2, 7) - bytes_of_decode(model, 1, 7)
         pages = 7 * sum(of_position(model, layer) for layer in model.spec.attention_layers)
-        assert row == len(shape.layers) * (2 * inputs + matrices + matrices // WHOLE_EVERY) + pages
+        assert row == len(shape.layers) * (2 * inputs + matrices + matrices // every) + pages
 
 
 def test_states_of_kimi_delta_are_read_and_written(tmp_path: Path) -> None:

@@ -984,8 +984,7 @@ def _laguna(**changes: Any) -> PreTrainedModel:
         "rope_parameters": {kind: dict(rope) for kind, rope in _LAGUNA_ROPES.items()},
     }
     config = _newer("LagunaConfig")(**{**_SHAPE, **experts, **sizes, **layers, **changes})
-    model: Any = _newer("LagunaForCausalLM")(config)
-    return cast(PreTrainedModel, model)
+    return cast(PreTrainedModel, _newer("LagunaForCausalLM")(config))
 
 
 def _nemotron(**changes: Any) -> PreTrainedModel:

@@ -3,8 +3,8 @@
 Weights count once. Of the experts those count that a step's tokens choose if all are equally
 likely, as they are with random weights. Keys and values count as far as a layer's window sees.
 Of recurrent states, inputs of convolutions are read and written in each step; matrices are read in
-each step, and written after every ``WHOLE_EVERY``-th token. Activations do not count, nor do the
-few rows of an embedding. Must not know kernels.
+each step, and written after every ``WHOLE_EVERY``-th token if kernels do so. Activations do not
+count, nor do the few rows of an embedding. Must not know kernels.
 """
 
 from __future__ import annotations
@@ -56,13 +56,21 @@ def _bytes_of_row(mixer: TokenMixer | None, num_seen: int) -> int:
         return sum(_bytes_of_row(each, num_seen) for each in both)
     if isinstance(mixer, (GatedDeltaNet, KimiDeltaAttention, MambaMixer, ShortConv)):
         inputs, matrices = mixer.states.conv[0].nbytes, mixer.states.matrices[0].nbytes
-        if isinstance(mixer, KimiDeltaAttention):  # each step writes them
-            return 2 * (inputs + matrices)
-        return 2 * inputs + matrices + matrices // WHOLE_EVERY
+        written = matrices // WHOLE_EVERY if _writes_rarely(mixer) else matrices
+        return 2 * inputs + matrices + written
     assert isinstance(mixer, (SelfAttention, LatentAttention))
     keys = mixer.kv.keys  # [num_pages + 1, page_size, num_kv_heads, head_dim]
     tensors = 1 if mixer.kv.has_latents else 2
     return tensors * keys.shape[2] * keys.shape[3] * keys.itemsize * num_seen
+
+
+def _writes_rarely(mixer: TokenMixer) -> bool:
+    """Whether a kernel for many rows leaves updates of matrices pending, as
+    ``models.kernel_choice`` and the layers choose it on Hopper."""
+    if isinstance(mixer, GatedDeltaNet):
+        shape = mixer.local
+        return shape.key_dim == shape.value_dim == 128 and shape.rate_scale == 1.0
+    return isinstance(mixer, MambaMixer)
 
 
 def _bytes_of_experts(layer: ExpertsMLP, batch_size: int) -> int:

@@ -7,7 +7,11 @@ from types import MappingProxyType
 from typing import Final
 
 from minisgl_backend.models.config_json import ConfigReader
-from minisgl_backend.models.families.fields import check_supported, qk_normed_fields
+from minisgl_backend.models.families.fields import (
+    check_supported,
+    qk_normed_fields,
+    with_rope,
+)
 from minisgl_backend.models.spec import ModelSpec
 from minisgl_backend.models.tensor_names import TensorNames
 
@@ -31,9 +35,8 @@ _ROPE: Final[Mapping[str, object]] = MappingProxyType(
 def read_apertus(config: ConfigReader) -> ModelSpec:
     """``ApertusForCausalLM``: each layer learns the numbers of its xIELU."""
     check_supported(config, _SUPPORTED)
-    if not (config.table("rope_parameters") or config.table("rope_scaling")):
-        config = config.with_values(rope_parameters=dict(_ROPE))
-    config = config.with_values(hidden_act="silu").with_defaults(
+    config = with_rope(config, _ROPE).with_values(hidden_act="silu")
+    config = config.with_defaults(
         rms_norm_eps=1e-5, rope_theta=12e6, max_position_embeddings=65_536
     )
     return ModelSpec(

@@ -17,6 +17,7 @@ from minisgl_backend.models.families.fields import (
     kinds_by_pattern,
     layers_with_experts,
     read_routing,
+    ropes_by_window,
     windows_by_kind,
 )
 from minisgl_backend.models.spec import (
@@ -56,7 +57,7 @@ def read_cohere2(config: ConfigReader) -> ModelSpec:
     kinds = kinds or kinds_by_pattern(num_layers, config.integer("sliding_window_pattern", 4))
     windows = windows_by_kind(kinds, config.integer_or_null("sliding_window", 4096))
     fields["windows"] = windows
-    fields["ropes"] = tuple(None if window is None else rope for window in windows)
+    fields["ropes"] = ropes_by_window(windows, rope)
     return ModelSpec(architecture="Cohere2ForCausalLM", **fields)
 
 
@@ -122,11 +123,9 @@ def _command_fields(config: ConfigReader) -> dict[str, Any]:
     config = config.with_values(
         max_position_embeddings=max(
             positions, config.integer("model_max_length", positions, maximum=MOST_POSITIONS)
-        )
-    ).with_defaults(
-        rms_norm_eps=config.number("layer_norm_eps", 1e-5),
-        tie_word_embeddings=True,
-    )
+        ),
+        rms_norm_eps=config.number("rms_norm_eps", config.number("layer_norm_eps", 1e-5)),
+    ).with_defaults(tie_word_embeddings=True)
     fields = common_fields(config)
     more = {
         "rope": replace(fields["rope"], interleaved=True),

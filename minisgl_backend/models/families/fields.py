@@ -153,6 +153,18 @@ def windows_by_kind(kinds: Sequence[str], window: int | None) -> tuple[int | Non
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
+def ropes_by_window(windows: Sequence[int | None], rope: RopeSpec) -> tuple[RopeSpec | None, ...]:
+    """The rotation of each layer, if only those with windows rotate."""
+    return tuple(None if window is None else rope for window in windows)
+
+
+def with_rope(config: ConfigReader, table: Mapping[str, object]) -> ConfigReader:
+    """The same with the rotary embedding of ``table`` if config.json has none."""
+    if config.table("rope_parameters") or config.table("rope_scaling"):
+        return config
+    return config.with_values(rope_parameters=dict(table))
+
+
 def read_ropes_by_kind(
     config: ConfigReader, read: Callable[[ConfigReader], dict[str, Any]]
 ) -> tuple[Mapping[str, Any], dict[str, Any]]:

@@ -41,8 +41,7 @@ def read_kimi_linear(config: ConfigReader) -> ModelSpec:
     """``KimiLinearForCausalLM``: DeepSeek-V3 with Kimi Delta Attention in three of four layers, and
     attention that does not rotate in the others."""
     check_supported(config, _SUPPORTED)
-    usual = {ours: config.values[key] for key, ours in _KEYS.items() if key in config.values}
-    config = config.with_values(**usual).with_defaults(
+    config = config.respelled(_KEYS).with_defaults(
         max_position_embeddings=2**20,
         moe_intermediate_size=1024,
         n_routed_experts=config.values.get("num_local_experts", 256),

@@ -11,6 +11,7 @@ from minisgl_backend.models.families.fields import (
     ATTENTION_KINDS,
     check_supported,
     kinds_by_pattern,
+    ropes_by_window,
     windows_by_kind,
 )
 from minisgl_backend.models.spec import MOST_EXPERTS, MOST_WIDTH, ModelSpec, MoeSpec
@@ -43,7 +44,7 @@ def read_kolibri1(config: ConfigReader) -> ModelSpec:
     if (window := config.integer_or_null("sliding_window", 513)) is None:
         raise config.error("sliding_window", "an integer", window)
     fields["windows"] = windows_by_kind(kinds, window)
-    fields["ropes"] = tuple(None if own is None else rope for own in fields["windows"])
+    fields["ropes"] = ropes_by_window(fields["windows"], rope)
     return ModelSpec(
         architecture="Kolibri1ForCausalLM",
         norms="around",

@@ -67,7 +67,8 @@ def read_laguna(config: ConfigReader) -> ModelSpec:
             wanted = f"a table for {kind}"
             raise config.error("rope_parameters", wanted, config.table("rope_parameters"))
     given = by_kind.get("sliding_attention", {})
-    local = read_rope(config, fields["rope"].max_positions, partial=True, given=given)
+    kind = "sliding_attention"
+    local = read_rope(config, fields["rope"].max_positions, partial=True, given=given, kind=kind)
     set_kinds(fields, kinds, config.integer("sliding_window", 512), local)
     layers = layers_with_experts(config, num_layers, dense=1)
     return ModelSpec(
@@ -89,14 +90,18 @@ def _common_fields(config: ConfigReader) -> dict[str, Any]:
 
 
 def _heads(config: ConfigReader, fields: Mapping[str, Any]) -> tuple[LayerHeads, ...]:
-    """The heads of each layer, if config.json lists them."""
-    key = "num_attention_heads_per_layer"
+    """The heads of each layer, if config.json lists them and they are not all the same."""
+    key, num_kv_heads = "num_attention_heads_per_layer", fields["num_kv_heads"]
     listed = config.integers(key)
     if not listed:
         return ()
-    if len(listed) != fields["num_layers"] or not all(0 < n <= MOST_HEADS for n in listed):
-        raise config.error(key, f"{fields['num_layers']} numbers of heads", listed)
-    return tuple(LayerHeads(n, fields["num_kv_heads"], fields["head_dim"]) for n in listed)
+    fit = all(0 < n <= MOST_HEADS and n % num_kv_heads == 0 for n in listed)
+    if len(listed) != fields["num_layers"] or not fit:
+        wanted = f"{fields['num_layers']} numbers of heads that share {num_kv_heads} KV heads"
+        raise config.error(key, wanted, listed)
+    if set(listed) == {fields["num_heads"]}:
+        return ()
+    return tuple(LayerHeads(n, num_kv_heads, fields["head_dim"]) for n in listed)
 
 
 def _experts(config: ConfigReader) -> ExpertsSpec:

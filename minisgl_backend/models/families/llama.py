@@ -18,6 +18,7 @@ from minisgl_backend.models.families.fields import (
     read_rotating,
     read_window,
     windows_by_kind,
+    with_rope,
 )
 from minisgl_backend.models.spec import ModelSpec
 
@@ -57,8 +58,7 @@ def read_arcee(config: ConfigReader) -> ModelSpec:
 def read_cwm(config: ConfigReader) -> ModelSpec:
     """``CwmForCausalLM``, Code World Model: Llama with windows in three of four layers."""
     check_supported(config, {"attention_bias": False})
-    if not (config.table("rope_parameters") or config.table("rope_scaling")):
-        config = config.with_values(rope_parameters=dict(_CWM_ROPE))
+    config = with_rope(config, _CWM_ROPE)
     if "eos_token_id" not in config.values:
         config = config.with_values(eos_token_id=_CWM_ENDS)
     config = config.with_defaults(

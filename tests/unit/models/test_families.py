@@ -490,6 +490,8 @@ def test_layers_of_kimi_linear() -> None:
         ({"attention_bias": True}, "attention_bias True is not supported"),
         ({"num_hidden_layers": 28}, "kda_layers must be the layers from 1 to 28 that are not in"),
         ({"linear_attn_config": {"num_heads": 0}}, "linear_attn_config: num_heads must be"),
+        ({"num_experts": 0}, "num_experts must be an integer >= 1, got 0"),
+        ({"num_shared_experts": -1}, "config.json: num_shared_experts must be"),
     ],
 )
 def test_what_kimi_linear_must_not_say(given: dict[str, Any], message: str) -> None:
@@ -1576,8 +1578,12 @@ def test_heads_of_laguna() -> None:
         with pytest.raises(ConfigError, match=f"{key} "):
             parse_spec({**LAGUNA_XS_2, key: value})
     uneven = [48, *[60] * 39]
-    with pytest.raises(ConfigError, match="60 attention heads cannot share 8 key-value heads"):
+    with pytest.raises(ConfigError, match="_per_layer must be 40 numbers of heads that share 8 KV"):
         parse_spec({**LAGUNA_XS_2, "num_attention_heads_per_layer": uneven})
+    assert parse_spec({**LAGUNA_XS_2, "num_attention_heads_per_layer": [48] * 40}).heads == ()
+    ropes = {**LAGUNA_XS_2["rope_parameters"], "sliding_attention": {"rope_type": "foo"}}
+    with pytest.raises(ConfigError, match=r"rope_parameters: sliding_attention: .*foo"):
+        parse_spec({**LAGUNA_XS_2, "rope_parameters": ropes})
 
 
 def test_routers_that_correct_logits() -> None:

@@ -15,6 +15,7 @@ JSON, or how a server is reached.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -34,6 +35,9 @@ from minisgl_gateway.parts import AnswerReader
 from minisgl_gateway.tagged_values import kinds_of
 from minisgl_gateway.thinking import ThinkingReader
 from minisgl_gateway.tools import Calls, Tool
+
+_SWITCH: Final = re.compile(r"/(?:no_)?think\b|detailed thinking (?:on|off)")
+"""What callers write into a message to make a model think or not, if its template looks for it."""
 
 
 class Rendering(NamedTuple):
@@ -98,6 +102,22 @@ class Chat:
         """Whether the answer's calls follow a structural tag."""
         asks = self.form is not None or self.calls.required
         return self.offers_tools and (asks or any(tool.strict for tool in self.tools))
+
+    def probe(self) -> list[dict[str, str]]:
+        """A short chat that templates begin to answer as they do this one: all that is left of the
+        messages are the last switches for thoughts."""
+        system, user = (self._last_switch(role) for role in ("system", "user"))
+        before = [{"role": "system", "content": system}] if system else []
+        return [*before, {"role": "user", "content": f"Hi {user}".rstrip()}]
+
+    def _last_switch(self, role: str) -> str:
+        for message in reversed(self.messages):
+            texts = _texts_of(message.get("content")) if message["role"] == role else ()
+            for text in reversed(texts):
+                if found := _SWITCH.findall(text):
+                    last: str = found[-1]
+                    return last
+        return ""
 
     def complaint(self, dialect: Dialect, message: str) -> tuple[str, str]:
         """An error of the engine about the form of the answer: the caller's parameter that is at
@@ -338,6 +358,11 @@ def _known(chat_format: ChatFormat | None) -> Collection[str]:
 
 
 _KNOWN_TO_MOST: Final = frozenset({"enable_thinking"})
+
+
+def _texts_of(content: str | Sequence[Mapping[str, str]] | None) -> Sequence[str]:
+    """The texts of which ``content_of`` made a message's content."""
+    return [content] if isinstance(content, str) else [part["text"] for part in content or ()]
 
 
 def content_of(texts: Sequence[str]) -> str | list[dict[str, str]]:

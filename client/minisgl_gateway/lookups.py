@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 import json
 import time
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -37,7 +37,6 @@ _ANSWER_S: Final = 2.0
 _KNOWN_S: Final = 10.0
 _UNKNOWN_S: Final = 1.0
 _MOST_FORMATS: Final = 64
-_PROBE: Final = ({"role": "user", "content": "Hi"},)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,22 +137,28 @@ class Lookups:
         template refuses even a chat of one word, what it shows is not known.
         """
         try:
-            chat_format = await self._chat_format(http, chat, chat.variables)
-            variables = chat.variables_for(chat_format)
-            if variables != chat.variables:
-                chat_format = await self._chat_format(http, chat, variables)
+            probe, variables = chat.probe(), chat.variables
+            chat_format = await self._chat_format(http, chat, probe, variables)
+            if (variables := chat.variables_for(chat_format)) != chat.variables:
+                chat_format = await self._chat_format(http, chat, probe, variables)
         except MinisglError as error:
             raise api_error(error, fields, names) from error
         return Template.of(chat, chat_format, self._options.tool_dialect)
 
     async def _chat_format(
-        self, http: Request, chat: Chat, variables: Mapping[str, Any]
+        self,
+        http: Request,
+        chat: Chat,
+        probe: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any],
     ) -> ChatFormat | None:
-        decides = json.dumps([chat.add_generation_prompt, variables], sort_keys=True)
+        decides = json.dumps([probe, chat.add_generation_prompt, variables], sort_keys=True)
         key = hashlib.sha256(decides.encode()).digest()
         found = self._formats.get(key)
         if found is None or time.monotonic() >= found.until_s:
-            asked = asyncio.ensure_future(self._ask_format(chat.add_generation_prompt, variables))
+            asked = asyncio.ensure_future(
+                self._ask_format(probe, chat.add_generation_prompt, variables)
+            )
             asked.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
             found = _Format(asked, time.monotonic() + _KNOWN_S)
             self._formats.pop(key, None)
@@ -171,11 +176,14 @@ class Lookups:
             raise
 
     async def _ask_format(
-        self, begins_answer: bool, variables: Mapping[str, Any]
+        self,
+        probe: Sequence[Mapping[str, Any]],
+        begins_answer: bool,
+        variables: Mapping[str, Any],
     ) -> ChatFormat | None:
         try:
             tokens = await self._engine.tokenize(
-                messages=_PROBE,
+                messages=probe,
                 chat_template_kwargs=variables or None,
                 add_generation_prompt=begins_answer,
                 timeout_ms=round(self._options.timeout_s * 1000),

@@ -376,6 +376,6 @@ _WITH_NEEDLESS_CODE: Final = frozenset(
     | {"InternLM3ForCausalLM", "IQuestCoderForCausalLM", "SolarOpenForCausalLM"}
     | {"AfmoeForCausalLM", "NemotronHForCausalLM"}
     | {"DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "YoutuForCausalLM"}
-    | {"KimiK25ForConditionalGeneration", "KimiLinearForCausalLM"}
+    | {"KimiK25ForConditionalGeneration", "KimiLinearForCausalLM", "LagunaForCausalLM"}
 )
 """Architectures whose checkpoints come with code that transformers has included since."""

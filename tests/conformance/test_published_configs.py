@@ -1717,6 +1717,7 @@ CONFIGS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
         },
         "laguna-xs.2": {
             "architectures": ["LagunaForCausalLM"],
+            "auto_map": {"AutoModelForCausalLM": "modeling_laguna.LagunaForCausalLM"},
             "model_type": "laguna",
             "attention_bias": False,
             "gating": True,

@@ -28,6 +28,8 @@ SHOWN = ChatFormat(
     variables=frozenset({"messages", "enable_thinking"}),
 )
 
+HI = ("user", "Hi")
+
 
 class Engine:
     """Answers as told, after a moment; keeps the variables that it was asked with."""
@@ -84,6 +86,34 @@ def test_the_variables_that_a_chat_adds_decide_too() -> None:
     assert isinstance(thinking, Template) and isinstance(closing, Template)
     assert (thinking.thinking, closing.thinking) == (SHOWN.thinking, None)
     assert closing.variables == {"enable_thinking": False}
+
+
+@pytest.mark.parametrize(
+    ("messages", "probe"),
+    [
+        ([("user", "Is /think a path, or /no_think?")], [("user", "Hi /no_think")]),
+        ([("system", "/no_think\nBe brief."), ("user", "Hi")], [("system", "/no_think"), HI]),
+        (
+            [("user", "/no_think"), ("assistant", "/think"), ("user", "Yes")],
+            [("user", "Hi /no_think")],
+        ),
+        ([("system", "detailed thinking off"), HI], [("system", "detailed thinking off"), HI]),
+        ([("user", "I think of /thinking and a/no_thinker")], [HI]),
+        ([("assistant", None), HI], [HI]),
+    ],
+)
+def test_switches_of_messages_decide_too(
+    messages: list[tuple[str, str | None]], probe: list[tuple[str, str]]
+) -> None:
+    """Some templates begin thoughts, or not, as a message asks."""
+    asked = Chat(messages=[{"role": role, "content": content} for role, content in messages])
+    assert [(message["role"], message["content"]) for message in asked.probe()] == probe
+
+
+def test_switches_in_parts_of_a_message_decide_too() -> None:
+    parts = [{"type": "text", "text": text} for text in ("/no_think", "Hi")]
+    asked = Chat(messages=[{"role": "user", "content": parts}])
+    assert asked.probe() == [{"role": "user", "content": "Hi /no_think"}]
 
 
 def test_a_template_that_cannot_be_asked_is_not_known() -> None:

@@ -26,6 +26,7 @@ _SUPPORTED: Final[Mapping[str, object]] = MappingProxyType(
         "moe_apply_router_weight_on_input": False,
         "moe_router_logit_softcapping": 0.0,
         "norm_topk_prob": True,
+        "swa_attention_sink_enabled": False,
     }
 )
 """The only supported values of these keys."""
@@ -52,7 +53,11 @@ def read_laguna(config: ConfigReader) -> ModelSpec:
     gating = config.values.get("gating", True)
     if gating is not True and gating not in ("per-head", "per-element"):
         raise config.error("gating", "true, 'per-head' or 'per-element'", gating)
-    config = config.with_values(partial_rotary_factor=None)  # only those in tables count
+    if (
+        "partial_rotary_factor" in config.values
+    ):  # transformers takes it in one way and not in another
+        wanted = "in the tables of rope_parameters"
+        raise config.error("partial_rotary_factor", wanted, config.values["partial_rotary_factor"])
     config = config.with_defaults(
         rope_parameters=dict(_ROPES),
         num_key_value_heads=8,

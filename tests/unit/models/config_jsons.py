@@ -2042,6 +2042,7 @@ KOLIBRI_1: Final[dict[str, Any]] = {
 LAGUNA_XS_2: Final[dict[str, Any]] = {
     "architectures": ["LagunaForCausalLM"],
     "attention_bias": False,
+    "auto_map": {"AutoModelForCausalLM": "modeling_laguna.LagunaForCausalLM"},
     "eos_token_id": 2,
     "gating": "per-head",
     "head_dim": 128,
@@ -2062,7 +2063,6 @@ LAGUNA_XS_2: Final[dict[str, Any]] = {
     "num_experts_per_tok": 8,
     "num_hidden_layers": 40,
     "num_key_value_heads": 8,
-    "partial_rotary_factor": 0.5,
     "rms_norm_eps": 1e-06,
     "rope_parameters": {
         "full_attention": {
@@ -2072,7 +2072,11 @@ LAGUNA_XS_2: Final[dict[str, Any]] = {
             "rope_theta": 500000.0,
             "rope_type": "yarn",
         },
-        "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+        "sliding_attention": {
+            "partial_rotary_factor": 1.0,
+            "rope_theta": 10000.0,
+            "rope_type": "default",
+        },
     },
     "shared_expert_intermediate_size": 512,
     "sliding_window": 512,

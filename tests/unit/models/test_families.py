@@ -1569,6 +1569,8 @@ def test_heads_of_laguna() -> None:
     assert not parse_spec({**LAGUNA_XS_2, "gating": "per-element"}).head_gates
     for key, value in (
         ("gating", False),
+        ("partial_rotary_factor", 0.5),
+        ("swa_attention_sink_enabled", True),
         ("moe_router_logit_softcapping", 30.0),
         ("num_attention_heads_per_layer", [48] * 39),
         ("num_attention_heads_per_layer", [0] * 40),

@@ -4,7 +4,8 @@
 
 In place of it the list may be JSON, as other models write it, if the prompt asks for that. Strings
 stand between quotes of either kind. Templates write them as they are: so a quote ends a string only
-if what must follow it does. Must not know the text around calls (``tool_calls``).
+if what must follow it does, and a bracket a call only before a comma or the end of the list. Must
+not know the text around calls (``tool_calls``).
 """
 
 from __future__ import annotations
@@ -71,13 +72,13 @@ def _follow() -> Following:
         if char != "(":
             raise NotACall
         arguments = yield from object_in(_NOTATION, ")")
-        char = yield from blanks(first=(yield CalledTool(name, arguments)))
-        if char == "]":
-            break
-        if char != ",":
+        behind = yield from blanks()
+        if behind not in ",]":  # a quote in a string was taken for its end
             raise NotACall
-        char = yield from blanks()
-    yield from mark(CLOSING, first=(yield from blanks()))
+        char = yield from blanks(first=(yield CalledTool(name, arguments)))
+        if behind == "]":
+            break
+    yield from mark(CLOSING, first=char)
     return None
 
 

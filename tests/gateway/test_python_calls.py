@@ -37,7 +37,7 @@ def test_texts_and_calls_in_order() -> None:
             ["<|tool_call_start|>[weather(city=", WEATHER],
         ),
         ("a < b, and <|tool", ["a < b, and <|tool"]),
-        (f"So: {CALL[:-1]}", ["So:", WEATHER, "]<|tool_call_end|"]),
+        (f"So: {CALL[:-1]}", ["So:", WEATHER, "<|tool_call_end|"]),
     ]:
         assert read(LFM, text) == parts
         assert read(LFM, *text) == parts
@@ -94,6 +94,15 @@ def test_what_is_no_call_stays_text(written: str) -> None:
     assert "".join(map(str, rest)).startswith("So:")
     assert len(rest[-1]) > len(" or not")
     assert read(LFM, *text) == read(LFM, text)
+
+
+@pytest.mark.parametrize(
+    "argument", ['"say "yes")"', '"he said "hi", then left"', '["he said "hi", then left"]']
+)
+def test_a_call_whose_argument_would_be_cut_stays_text(argument: str) -> None:
+    text = f"<|tool_call_start|>[f(a={argument})]<|tool_call_end|>"
+    assert read(LFM, text) == [text]
+    assert read(LFM, *text) == [text]
 
 
 def test_a_call_nested_too_deeply_stays_text() -> None:

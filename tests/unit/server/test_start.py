@@ -225,7 +225,7 @@ directory.sweep()
     assert pipe.is_fifo()
 
 
-def test_every_process_of_a_server_holds_both_locks(server: TritonServer) -> None:
+def test_tritonserver_holds_both_locks_and_they_go_with_it(server: TritonServer) -> None:
     held = {link.resolve() for link in Path(f"/proc/{server.pid}/fd").iterdir()}
     lock = Path("/dev/shm", f"{server.shared_memory_prefix}lock")
     assert {server.directory, lock} <= held

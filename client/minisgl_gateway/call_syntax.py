@@ -145,7 +145,7 @@ def listed(first: str, closing: str = "", *, name: str = "name") -> Following:
     read, and the ``closing`` behind the list. The functions' names are members with ``name``."""
     char = first
     while True:
-        called = _called((yield from _members(char)), name)
+        called = _called((yield from _members(char, name)), name)
         char = yield from blanks(first=(yield called))
         if char == "]":
             break
@@ -200,20 +200,18 @@ def _without_surrogates(text: str) -> str:
 # --- JSON, character by character ----------------------------------------------------------------
 
 _Reading: TypeAlias = Generator[None, str, str]
-_FIRSTS: Final = {
-    "name": '"',
-    "tool_name": '"',
-    "arguments": "{",
-    "parameters": "{",
-    "type": '"',
-}
-"""What the values of a call's members begin with."""
+_FIRSTS: Final = {"arguments": "{", "parameters": "{", "type": '"'}
+"""What the values of a call's members begin with, beside its name."""
 _WORD: Final = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?|true|false|null", re.A)
 WORD_CHARS: Final = frozenset("+-.0123456789abcdefghijklmnopqrstuvwxyzE")
 
 
-def _members(first: str, *, others: bool = True) -> Generator[None, str, dict[str, str]]:
-    """The object that begins with ``first``: its members' values as written, by name."""
+def _members(
+    first: str, name: str = "name", *, others: bool = True
+) -> Generator[None, str, dict[str, str]]:
+    """The object that begins with ``first``: its members' values as written, by key; ``name`` is
+    the key of the function's name. Unless ``others``, it has only members that a call has."""
+    firsts = {name: '"', **_FIRSTS}
     members: dict[str, str] = {}
     if first != "{":
         raise NotACall
@@ -224,12 +222,12 @@ def _members(first: str, *, others: bool = True) -> Generator[None, str, dict[st
         written = [char]
         yield from _string(written)
         key = json.loads("".join(written))
-        if key in members or not (others or key in _FIRSTS):
+        if key in members or not (others or key in firsts):
             raise NotACall
         if (yield from blanks()) != ":":
             raise NotACall
         char = yield from blanks()
-        if char != _FIRSTS.get(key, char):
+        if char != firsts.get(key, char):
             raise NotACall
         written = []
         behind = yield from _value(char, written)

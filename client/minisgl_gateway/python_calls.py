@@ -4,21 +4,20 @@
 
 In place of it the list may be JSON, as other models write it, if the prompt asks for that. Strings
 stand between quotes of either kind. Templates write them as they are: so a quote ends a string only
-if what must follow it does. Must not know the text around calls (``tool_calls``).
+if what must follow it does, and a bracket a call only before a comma or the end of the list. Must
+not know the text around calls (``tool_calls``).
 """
 
 from __future__ import annotations
 
 import json
 import re
-import string
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import suppress
 from typing import Any, Final
 
 from minisgl_gateway.call_syntax import (
     BLANKS,
-    MOST_NAME_CHARS,
     CalledTool,
     Following,
     NotACall,
@@ -27,15 +26,16 @@ from minisgl_gateway.call_syntax import (
     blanks,
     listed,
     mark,
+    name_before,
     plain_name,
-    word_of,
 )
 from minisgl_gateway.written_objects import Notation, Text, object_in
 
 OPENING: Final = "<|tool_call_start|>"
 CLOSING: Final = "<|tool_call_end|>"
 
-_KEY_CHARS: Final = frozenset(string.ascii_letters + string.digits + "_-$.")
+_NEVER_IN_NAMES: Final = "()[]},:'"
+"""Beside what no name holds. Schemas name arguments more freely than Python, as in ``a/b``."""
 _ESCAPE: Final = re.compile(r"\\(u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|[\\'\"/bfnrt])")
 _ESCAPED: Final = {"b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"}
 
@@ -71,13 +71,15 @@ def _follow() -> Following:
         if char != "(":
             raise NotACall
         arguments = yield from object_in(_NOTATION, ")")
-        char = yield from blanks(first=(yield CalledTool(name, arguments)))
-        if char == "]":
-            break
-        if char != ",":
+        behind = yield from blanks()
+        if behind not in ",]":  # a quote in a string was taken for its end
             raise NotACall
-        char = yield from blanks()
-    yield from mark(CLOSING, first=(yield from blanks()))
+        char = yield from blanks(first=(yield CalledTool(name, arguments)))
+        if behind == "," and char == "]":
+            behind, char = char, (yield from blanks())
+        if behind == "]":
+            break
+    yield from mark(CLOSING, first=char)
     return None
 
 
@@ -92,8 +94,8 @@ def _key(first: str, closing: str) -> Generator[None, str, str]:
             raise NotACall
         key, _ = yield from _text(first, ":")
         return key
-    key, char = yield from word_of(first, _KEY_CHARS, most=MOST_NAME_CHARS)
-    if not key or (yield from blanks(first=char)) != "=":
+    key, char = yield from name_before(first, f"={BLANKS}", _NEVER_IN_NAMES)
+    if (yield from blanks(first=char)) != "=":
         raise NotACall
     return key
 
@@ -130,4 +132,4 @@ def _unescaped(text: str) -> str:
 
 
 _QUOTES: Final = "\"'"
-_NOTATION: Final = Notation(_QUOTES, _text, _key)
+_NOTATION: Final = Notation(_QUOTES, _text, _key, trailing_commas=True)

@@ -31,11 +31,12 @@ class Notation:
     """``quotes`` are the characters with which strings begin. ``text`` reads one of them from its
     first character on, before one of the characters that may follow it. ``key`` reads a key and
     what separates it from its value, from its first character on, in an object that the other
-    character closes."""
+    character closes. ``trailing_commas`` may come behind the last member."""
 
     quotes: str
     text: Callable[[str, str], Text]
     key: Callable[[str, str], Generator[None, str, str]]
+    trailing_commas: bool = False
 
 
 def object_in(notation: Notation, closing: str) -> Generator[None, str, str]:
@@ -57,8 +58,10 @@ def object_in(notation: Notation, closing: str) -> Generator[None, str, str]:
         if not is_empty:
             if char != ",":
                 raise NotACall
-            written.append(", ")
             char = yield from blanks()
+            if notation.trailing_commas and char == opened[-1]:
+                continue
+            written.append(", ")
         if opened[-1] != "]":
             key = yield from notation.key(char, opened[-1])
             written.append(f"{as_json(key)}: ")

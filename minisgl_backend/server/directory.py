@@ -15,6 +15,7 @@ import contextlib
 import fcntl
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -79,12 +80,12 @@ def sweep() -> list[Path]:
     the locked files beside shared memory."""
     swept = []
     for directory in _base().glob(_PREFIX + "*"):
-        with _unused(directory, os.O_DIRECTORY) as is_unused:
+        with _unused(directory, stat.S_IFDIR) as is_unused:
             if is_unused and (directory / _MARKER).exists():
                 shutil.rmtree(directory, ignore_errors=True)
                 swept.append(directory)
     for lock in SHARED_MEMORY.glob(f"{_PREFIX}*-{_LOCK}"):
-        with _unused(lock) as is_unused:
+        with _unused(lock, stat.S_IFREG) as is_unused:
             if is_unused:
                 remove_regions(lock.name.removesuffix(_LOCK))
                 swept.append(lock)
@@ -111,16 +112,17 @@ def _lock_regions(prefix: str) -> int:
 
 
 @contextlib.contextmanager
-def _unused(path: Path, flags: int = 0) -> Iterator[bool]:
-    """Whether a file is this user's and no process holds its lock; nobody can take it meanwhile."""
+def _unused(path: Path, kind: int) -> Iterator[bool]:
+    """Whether a file of the type ``kind`` (``S_IFREG``, ``S_IFDIR``) is this user's and no process
+    holds its lock; nobody can take it meanwhile."""
+    is_unused = False
     with contextlib.ExitStack() as held:
-        is_unused = False
-        with contextlib.suppress(
-            OSError
-        ):  # another user's, not a directory, in use, or gone by now
-            lock = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | flags)
+        with contextlib.suppress(OSError):  # another user's, in use, or gone by now
+            # another user's pipe must not make this wait
+            lock = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
             held.callback(os.close, lock)
-            if os.fstat(lock).st_uid == os.getuid():
+            facts = os.fstat(lock)
+            if facts.st_uid == os.getuid() and stat.S_IFMT(facts.st_mode) == kind:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 is_unused = True
         yield is_unused

@@ -165,8 +165,8 @@ def _dialect(text: str) -> ToolDialect | None:
         return "command"
     if _MARKS["lfm2"][0] in text or _TOOLS_OF_LFM in text:
         return "lfm2"
-    if "<TOOLCALL>" in text and '"arguments"' in text:
-        return "nemotron"
+    if "<TOOLCALL>" in text:
+        return "nemotron" if '"arguments"' in text else None
     if "<tool_call>" in text and '"arguments"' in text:
         return "hermes"
     if all(part in text for part in ('"parameters"', "<|start_header_id|>", "ipython")):

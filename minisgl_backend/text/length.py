@@ -30,7 +30,7 @@ _NFC_SHRINKS: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """The most tokens that a prompt may have; ``told`` is what sets this limit, as errors end."""
+    """The most tokens that a prompt may have; ``told`` is how an error names this limit."""
 
     num_tokens: int
     told: str

@@ -787,7 +787,7 @@ def test_earlier_calls_in_a_list_are_told_as_models_write_them(
 ) -> None:
     text = rendered(family, dialect, *marks)
     _, _, behind = text.partition("Weather?")
-    calls = [part for part in read(dialect_of(shown(dialect)), behind)[1]]
+    _, calls = read(dialect_of(shown(dialect)), behind)
     assert calls == [CalledTool("weather", "{}"), CalledTool("now", '{"x": "é"}')]
     assert behind.count("I look.") == 1 and "Rain." in behind and "Noon." in behind
 

@@ -27,6 +27,7 @@ def test_texts_and_calls_in_order() -> None:
         (CALL, [WEATHER]),
         (BOTH, [WEATHER, NOW]),
         (f"{CALL}I look.", [WEATHER, "I look."]),
+        (CALL.replace(")]", "), ]"), [WEATHER]),
         (f"I look.\n{BOTH}\n", ["I look.", WEATHER, NOW]),
         (f"{CALL}{BOTH}", [WEATHER, WEATHER, NOW]),
         (f"{JSON}]<|tool_call_end|>", [WEATHER]),
@@ -37,7 +38,7 @@ def test_texts_and_calls_in_order() -> None:
             ["<|tool_call_start|>[weather(city=", WEATHER],
         ),
         ("a < b, and <|tool", ["a < b, and <|tool"]),
-        (f"So: {CALL[:-1]}", ["So:", WEATHER, "]<|tool_call_end|"]),
+        (f"So: {CALL[:-1]}", ["So:", WEATHER, "<|tool_call_end|"]),
     ]:
         assert read(LFM, text) == parts
         assert read(LFM, *text) == parts
@@ -70,6 +71,9 @@ def test_a_call_that_is_cut_is_no_text_if_calls_are_all_that_there_can_be() -> N
         ("a='two\nlines, [f(x)]'", {"a": "two\nlines, [f(x)]"}),
         (r"a='\ud83c\udf27 \ud83d'", {"a": "🌧 \ufffd"}),
         ("$a-b.c=1", {"$a-b.c": 1}),
+        ("größe=1, 城市 = '東京', a/b=2", {"größe": 1, "城市": "東京", "a/b": 2}),
+        ("a=1,", {"a": 1}),
+        ("a=[1, ], b=['x',], c={'d': [[],],},\n", {"a": [1], "b": ["x"], "c": {"d": [[]]}}),
     ],
 )
 def test_arguments(written: str, arguments: dict[str, Any]) -> None:
@@ -83,9 +87,10 @@ def test_arguments(written: str, arguments: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "written",
     [
-        *("", "f", "f(", "f(1)", "f(a)", "f(a=)", "f(a=1,)", "f(a=1", "f(a=1 b=2)", "f(=1)", "()"),
-        *("f(a='x)", "f(a=x)", "f(a=01)", "f(a=[1,])", "f(a={b: 1})", "f(a={1: 2})", "f(a=(1))"),
-        *("f();", "f(), ", "f g()", '{"arguments": {}}', "f(a={'b'= 1})", "f('a': 1)"),
+        *("", "f", "f(", "f(1)", "f(a)", "f(a=)", "f(a=1", "f(a=1 b=2)", "f(=1)", "()", "f(,)"),
+        *("f(a='x)", "f(a=x)", "f(a=01)", "f(a={b: 1})", "f(a={1: 2})", "f(a=(1))", "f(a=1,,)"),
+        *("f();", "f(),,", "f g()", '{"arguments": {}}', "f(a={'b'= 1})", "f('a': 1)"),
+        *(",", "f(a=[,])", "f(a={,})"),
     ],
 )
 def test_what_is_no_call_stays_text(written: str) -> None:
@@ -94,6 +99,15 @@ def test_what_is_no_call_stays_text(written: str) -> None:
     assert "".join(map(str, rest)).startswith("So:")
     assert len(rest[-1]) > len(" or not")
     assert read(LFM, *text) == read(LFM, text)
+
+
+@pytest.mark.parametrize(
+    "argument", ['"say "yes")"', '"he said "hi", then left"', '["he said "hi", then left"]']
+)
+def test_a_call_whose_argument_would_be_cut_stays_text(argument: str) -> None:
+    text = f"<|tool_call_start|>[f(a={argument})]<|tool_call_end|>"
+    assert read(LFM, text) == [text]
+    assert read(LFM, *text) == [text]
 
 
 def test_a_call_nested_too_deeply_stays_text() -> None:
@@ -111,7 +125,7 @@ VALUES: Final = st.recursive(
 
 
 @given(
-    arguments=st.dictionaries(st.text("abc_", min_size=1), VALUES, max_size=4),
+    arguments=st.dictionaries(st.text("abc_éß城/", min_size=1), VALUES, max_size=4),
     cuts=st.lists(st.integers(0, 300), max_size=8),
 )
 def test_calls_are_read_as_they_are_spelled(arguments: dict[str, Any], cuts: list[int]) -> None:

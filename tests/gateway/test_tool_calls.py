@@ -114,6 +114,7 @@ def test_a_call_that_is_cut_is_no_text_if_calls_are_all_that_there_can_be(name: 
     ("syntax", "text", "parts"),
     [
         (HERMES, '<tool_call>{"name": "now"}</tool_call>', [NOW]),
+        (HERMES, '<tool_call>{"name": "now", "tool_name": 1}</tool_call>', [NOW]),
         (HERMES, f"<tool_call><tool_call>{MISTRAL_ITEM}</tool_call>", ["<tool_call>", CALLED]),
         (HERMES, f"<tool_call>{MISTRAL_ITEM}{HERMES_CALL}", [f"<tool_call>{MISTRAL_ITEM}", CALLED]),
         (
@@ -162,6 +163,7 @@ def test_a_call_that_is_cut_is_no_text_if_calls_are_all_that_there_can_be(name: 
             '<|START_ACTION|>[{"tool_name": "now", "parameters": {}}]<|END_ACTION|>',
             [NOW],
         ),
+        (COMMAND, '<|START_ACTION|>[{"name": 1, "tool_name": "now"}]<|END_ACTION|>', [NOW]),
         (
             COMMAND,
             f"<|START_ACTION|>[{MISTRAL_ITEM}]<|END_ACTION|>",
@@ -229,6 +231,7 @@ def test_what_is_no_call_stays_text(body: str) -> None:
     [
         '{"name": "Ann"}',
         '{"name": "Ann", "age": 7, "parameters": {}}',
+        '{"name": "Ann", "tool_name": "x", "parameters": {}}',
         '{"type": "function", "title": "weather", "parameters": {}}',
         '{"type": "object", "properties": {"name": {}}}',
     ],

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from minisgl_backend.server.directory import SHARED_MEMORY
 from minisgl_backend.server.process import TritonServer
 from minisgl_check.processes import runs
 from minisgl_kit.repositories import repository_with
@@ -91,6 +92,14 @@ class InFlight:
                 endless.result(timeout=60)
         self._pool.shutdown()
         self._calls.close()
+
+
+@pytest.mark.parametrize("model", ["tokenizer", "detokenizer", "llm_engine"])
+def test_the_process_of_a_model_holds_both_locks(server: TritonServer, model: str) -> None:
+    """So what the server leaves is not removed as long as one of its models lives."""
+    (pid,) = stubs(server, model)
+    held = {link.resolve() for link in Path(f"/proc/{pid}/fd").iterdir()}
+    assert {server.directory, SHARED_MEMORY / f"{server.shared_memory_prefix}lock"} <= held
 
 
 def test_unload_and_load_again(server: TritonServer) -> None:

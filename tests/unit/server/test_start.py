@@ -211,7 +211,21 @@ def test_shared_memory_whose_directory_went_first(is_alive: bool) -> None:
     wait_until(lambda: not list(Path("/dev/shm").glob(f"{prefix}*")))
 
 
-def test_every_process_of_a_server_holds_both_locks(server: TritonServer) -> None:
+def test_a_sweep_does_not_wait_for_a_pipe(folder: Path) -> None:
+    """Nor removes what it cannot be: a server's lock is a regular file."""
+    pipe = folder / "minisgl-x-lock"
+    os.mkfifo(pipe)
+    program = f"""
+from pathlib import Path
+from minisgl_backend.server import directory
+directory.SHARED_MEMORY = Path({str(folder)!r})
+directory.sweep()
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    assert pipe.is_fifo()
+
+
+def test_tritonserver_holds_both_locks_and_they_go_with_it(server: TritonServer) -> None:
     held = {link.resolve() for link in Path(f"/proc/{server.pid}/fd").iterdir()}
     lock = Path("/dev/shm", f"{server.shared_memory_prefix}lock")
     assert {server.directory, lock} <= held

@@ -183,6 +183,12 @@ def test_calls_in_another_form_are_of_no_known_dialect(family: str, missing: str
     assert shown(source).tool_dialect is None
 
 
+def test_calls_like_nemotrons_with_other_members_are_not_taken_for_llamas() -> None:
+    source = chat_templates.LLAMA_3_2 + "{{ '<TOOLCALL>' }}"
+    assert '"arguments"' not in source
+    assert shown(source).tool_dialect is None
+
+
 def test_a_template_that_mentions_calls_and_takes_no_tools() -> None:
     assert shown('{{ messages[0].content }} <tool_call> "arguments"').tool_dialect is None
 

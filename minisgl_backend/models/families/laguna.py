@@ -53,11 +53,9 @@ def read_laguna(config: ConfigReader) -> ModelSpec:
     gating = config.values.get("gating", True)
     if gating is not True and gating not in ("per-head", "per-element"):
         raise config.error("gating", "true, 'per-head' or 'per-element'", gating)
-    if (
-        "partial_rotary_factor" in config.values
-    ):  # transformers takes it in one way and not in another
-        wanted = "in the tables of rope_parameters"
-        raise config.error("partial_rotary_factor", wanted, config.values["partial_rotary_factor"])
+    if (factor := config.values.get("partial_rotary_factor")) is not None:
+        # transformers reads it in one way of loading, and not in another
+        raise config.error("partial_rotary_factor", "in the tables of rope_parameters", factor)
     config = config.with_defaults(
         rope_parameters=dict(_ROPES),
         num_key_value_heads=8,

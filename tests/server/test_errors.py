@@ -210,10 +210,15 @@ def test_a_long_prompt_is_refused_by_its_numbers(server: TritonServer) -> None:
 def test_queue_full(paced_server: TritonServer) -> None:
     """Requests that may neither run nor wait are refused at once, with numbers; others succeed."""
     server = paced_server
-    wait_for(lambda: Metrics(server)["vllm:num_requests_running"] == 0, "an idle engine")
+
+    def counts() -> tuple[float, float]:
+        metrics = Metrics(server)
+        return metrics["vllm:num_requests_running"], metrics["vllm:num_requests_waiting"]
+
+    wait_for(lambda: counts() == (0, 0), "an idle engine")
     values: dict[str, Any] = {"input_ids": [1, 2], "max_tokens": 2000, "stream": True}
     calls = [Call(server, **values) for _ in range(3)]
-    wait_for(lambda: Metrics(server)["vllm:num_requests_waiting"] == 1, "a full queue")
+    wait_for(lambda: counts() == (2, 1), "a full queue")
     for model in ("llm_engine", "minisgl"):
         with Call(server, model, **values) as call, pytest.raises(Refused) as caught:
             call.all()
@@ -221,5 +226,5 @@ def test_queue_full(paced_server: TritonServer) -> None:
         assert_is_clean(caught.value.message)
     for call in calls:
         call.cancel()
-    wait_for(lambda: Metrics(server)["vllm:num_requests_running"] == 0, "an idle engine")
+    wait_for(lambda: counts() == (0, 0), "an idle engine")
     assert len(generate(server, input_ids=[1, 2], max_tokens=2, temperature=0.0)["text_output"]) > 0

@@ -207,9 +207,9 @@ class PostNormLayer(nn.Module):
         return residual, x
 
 
-class LayerNormLayer(_TwoPartLayer):
-    """Token mixing and feed-forward, each on a LayerNorm of the residual stream and added to it
-    (StarCoder 2, Jais 2, Minitron). Each norm is complete before it is read."""
+class _SummedLayer(_TwoPartLayer):
+    """A layer that adds the outputs of its parts to the residual stream itself: they are summed
+    over the ranks of ``_group`` with the norm that follows."""
 
     self_attn: SelfAttention
 
@@ -223,8 +223,23 @@ class LayerNormLayer(_TwoPartLayer):
     ):
         super().__init__(spec, layer, group, matrices, experts)
         assert isinstance(self.mixer, SelfAttention)  # others add their output themselves
-        self.post_attention_layernorm = residual_norm(spec)
         self._group = group
+
+
+class LayerNormLayer(_SummedLayer):
+    """Token mixing and feed-forward, each on a LayerNorm of the residual stream and added to it
+    (StarCoder 2, Jais 2, Minitron). Each norm is complete before it is read."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        layer: int,
+        group: Group,
+        matrices: Matrices,
+        experts: MakeExperts,
+    ):
+        super().__init__(spec, layer, group, matrices, experts)
+        self.post_attention_layernorm = residual_norm(spec)
 
     def forward(
         self, residual: Tensor, x: Normed, next_norm: RMSNorm | None, step: StepContext
@@ -238,23 +253,9 @@ class LayerNormLayer(_TwoPartLayer):
         return residual, add_sum(residual, part, next_norm, group, pdl=pdl)
 
 
-class ParallelLayer(_TwoPartLayer):
+class ParallelLayer(_SummedLayer):
     """A layer whose parts read the same norm of the residual stream, and are both added to it
     (Command). The ranks' sum of both is one."""
-
-    self_attn: SelfAttention
-
-    def __init__(
-        self,
-        spec: ModelSpec,
-        layer: int,
-        group: Group,
-        matrices: Matrices,
-        experts: MakeExperts,
-    ):
-        super().__init__(spec, layer, group, matrices, experts)
-        assert isinstance(self.mixer, SelfAttention)  # others add their output themselves
-        self._group = group
 
     def forward(
         self, residual: Tensor, x: Normed, next_norm: RMSNorm | None, step: StepContext

@@ -148,6 +148,15 @@ def kinds_by_pattern(num_layers: int, every: int) -> list[str]:
     ]
 
 
+def hybrid_kinds(config: ConfigReader, num_layers: int, every: int = 4) -> list[str]:
+    """The kind of each layer, of ``HYBRID_KINDS``: as config.json lists them or, by default, with
+    attention in the last of ``every`` layers."""
+    return config.layer_kinds(HYBRID_KINDS, num_layers) or [
+        "linear_attention" if (layer + 1) % every else "full_attention"
+        for layer in range(num_layers)
+    ]
+
+
 def windows_by_kind(kinds: Sequence[str], window: int | None) -> tuple[int | None, ...]:
     """The window of each layer: ``window`` for those that slide, none for the others."""
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)

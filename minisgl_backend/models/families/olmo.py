@@ -10,8 +10,8 @@ from minisgl_backend.models.common_fields import common_fields
 from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.families.fields import (
     ATTENTION_KINDS,
-    HYBRID_KINDS,
     attention_biases,
+    hybrid_kinds,
     kinds_by_pattern,
     read_local_rope,
     read_ropes_by_kind,
@@ -93,9 +93,7 @@ def read_olmo_hybrid(config: ConfigReader) -> ModelSpec:
     config = config.with_defaults(max_position_embeddings=65_536, rms_norm_eps=1e-6)
     fields = _olmo_fields(config)
     num_layers = fields["num_layers"]
-    kinds = config.layer_kinds(HYBRID_KINDS, num_layers) or [
-        "full_attention" if layer % 4 == 3 else "linear_attention" for layer in range(num_layers)
-    ]
+    kinds = hybrid_kinds(config, num_layers)
     linear = frozenset(layer for layer, kind in enumerate(kinds) if kind == "linear_attention")
     if not linear:
         raise config.error("layer_types", "linear_attention for some layers", kinds)

@@ -9,8 +9,8 @@ from minisgl_backend.experts_spec import ExpertsSpec, SharedExpert
 from minisgl_backend.models.common_fields import common_fields
 from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.families.fields import (
-    HYBRID_KINDS,
     attention_biases,
+    hybrid_kinds,
     read_routing,
     read_state_dtype,
     sparse_layers,
@@ -91,10 +91,7 @@ def _hybrid_fields(config: ConfigReader) -> tuple[dict[str, Any], DeltaSpec]:
     fields = common_fields(config, partial=True)
     num_layers = fields["num_layers"]
     every = config.integer("full_attention_interval", 4)
-    kinds = config.layer_kinds(HYBRID_KINDS, num_layers) or [
-        "full_attention" if (layer + 1) % every == 0 else "linear_attention"
-        for layer in range(num_layers)
-    ]
+    kinds = hybrid_kinds(config, num_layers, every)
     linear = frozenset(layer for layer, kind in enumerate(kinds) if kind == "linear_attention")
     delta = DeltaSpec(
         num_key_heads=config.integer("linear_num_key_heads", 16, maximum=MOST_HEADS),

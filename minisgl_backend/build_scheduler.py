@@ -60,6 +60,8 @@ def build_scheduler(
         has_states=info.num_snapshots is not None,
         section=info.section,
         num_adapter_slots=options.max_loras if options.enable_lora else 0,
+        speculative_tokens=options.speculative_tokens,
+        speculative_max_rows=options.speculative_max_rows,
     )
     return parts.scheduler(cache, config)
 

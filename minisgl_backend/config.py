@@ -139,6 +139,16 @@ class EngineOptions:
         minimum=0,
     )
     overlap: bool = option(True, "plan the next step while the current one runs")
+    speculative_tokens: int = option(
+        0,
+        "most tokens that are guessed for a request, where its last tokens have occurred before, "
+        "and checked in one step; 0: none",
+        minimum=0,
+        maximum=64,
+    )
+    speculative_max_rows: int = option(
+        8, "nothing is guessed while more requests than this decode", minimum=1, maximum=4096
+    )
 
     attention_backend: str | None = option(
         None,

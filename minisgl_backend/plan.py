@@ -1,9 +1,9 @@
 """``StepPlan``, which the planner sends to the executor, and the tokens that come back.
 
 A ``StepPlan`` says what one forward pass does: which requests take a row, which pages the rows are
-granted, which prompt tokens are prefilled, and which rows decode. A plan never holds a token that
-is not committed: with overlap it is made before the tokens of the running step are known. The
-executor itself keeps the last sampled token of each row.
+granted, which prompt tokens are prefilled, and which rows decode. With overlap a plan is made before
+the tokens of the running step are known. So the tokens in a plan are committed ones or guesses, and
+the executor itself keeps the last sampled token of each row.
 
 Must not know tensors, devices, caches or queues. A plan consists of plain numbers, so the other
 tensor-parallel ranks get the very same plan, encoded as 32-bit words.
@@ -20,9 +20,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate, islice, pairwise
 from operator import attrgetter
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from minisgl_backend.request import (
     EMPTY,
@@ -33,6 +34,9 @@ from minisgl_backend.request import (
     SamplingParams,
     TokenLogprobs,
 )
+
+T = TypeVar("T")
+Mask: TypeAlias = npt.NDArray[np.bool_]
 
 NO_TOKEN: Final = -1
 """In place of a token: the row's logits were not finite."""
@@ -131,23 +135,30 @@ class Copies:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptChunks:
-    """Parts of prompts to compute, int32[num_chunks]: positions start .. start + length - 1 of a
-    row.
+    """Known tokens to compute, int32[num_chunks]: positions start .. start + length - 1 of a row.
 
-    ``tokens`` [sum of lengths] holds their tokens, chunk after chunk. ``are_last`` is 1 for a
-    chunk that ends with the row's last known token, so that a token is sampled after it, else 0.
+    ``tokens`` [sum of lengths] holds their tokens, chunk after chunk. ``num_sampled`` is the number
+    of the chunk's last positions after which a token is sampled: 0 for a part of a prompt, 1 for a
+    chunk that ends with the row's last known token. A chunk may also consist of that token and
+    guesses at those after it (``scheduling.guesses``). Then a token is sampled after each position,
+    and the row does not keep any of them: the next plan that decodes it tells its last token.
     """
 
     rows: IntArray = field(default_factory=_none)
     starts: IntArray = field(default_factory=_none)
     lengths: IntArray = field(default_factory=_none)
-    are_last: IntArray = field(default_factory=_none)
+    num_sampled: IntArray = field(default_factory=_none)
     tokens: IntArray = field(default_factory=_none)
 
     @property
     def ends(self) -> IntArray:
         """The positions after each chunk's last one."""
         return self.starts + self.lengths
+
+    @property
+    def have_guesses(self) -> Mask:
+        """Which chunks consist of a row's last token and guesses, bool[num_chunks]."""
+        return np.asarray(self.num_sampled > 1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -175,6 +186,16 @@ class Decodes:
 
     rows: IntArray = field(default_factory=_none)
     positions: IntArray = field(default_factory=_none)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LastTokens:
+    """The last tokens of decoding rows whose guesses were checked before, int32[num_told]: the
+    executor has not kept them. ``positions`` are those in ``Decodes``."""
+
+    rows: IntArray = field(default_factory=_none)
+    positions: IntArray = field(default_factory=_none)
+    tokens: IntArray = field(default_factory=_none)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -266,6 +287,7 @@ class StepPlan:
     window_grants: Grants = field(default_factory=Grants)
     snapshots: Snapshots = field(default_factory=Snapshots)
     chunks: PromptChunks = field(default_factory=PromptChunks)
+    last_tokens: LastTokens = field(default_factory=LastTokens)
     decodes: Decodes = field(default_factory=Decodes)
     groups: Groups = NO_GROUPS
     scores: Scores = field(default_factory=Scores)
@@ -274,9 +296,10 @@ class StepPlan:
 
     @property
     def sample_rows(self) -> IntArray:
-        """The rows that get a token from this step, in the order of ``SampledTokens``."""
-        last_chunks = self.chunks.rows[self.chunks.are_last != 0]
-        return np.concatenate([last_chunks, self.decodes.rows])
+        """The rows for which a token is sampled, in the order of ``SampledTokens``; with guesses, a
+        row occurs once for each of its tokens."""
+        of_chunks = np.repeat(self.chunks.rows, self.chunks.num_sampled)
+        return np.concatenate([of_chunks, self.decodes.rows])
 
     @property
     def groups_by_index(self) -> Groups:
@@ -302,6 +325,7 @@ _PARTS: Final[Mapping[str, type[Any]]] = {
     "window_grants": Grants,
     "snapshots": Snapshots,
     "chunks": PromptChunks,
+    "last_tokens": LastTokens,
     "decodes": Decodes,
     "groups": Groups,
     "scores": Scores,
@@ -354,6 +378,23 @@ class SampledTokens:
     logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     embeddings: Mapping[int, FloatArray] = field(default_factory=dict)
+
+    def at(self, indices: IntArray) -> SampledTokens:
+        """The samples at ``indices``, without ``prompt_logprobs``."""
+        return SampledTokens(
+            self.token_ids[indices],
+            _renumbered(self.logprobs, indices),
+            embeddings=_renumbered(self.embeddings, indices),
+        )
+
+
+def _renumbered(of_samples: Mapping[int, T], indices: IntArray) -> Mapping[int, T]:
+    """The entries of ``indices``, keyed by their positions in ``indices``."""
+    if not of_samples:
+        return {}
+    return {
+        new: of_samples[old] for new, old in enumerate(indices.tolist()) if old in of_samples
+    }
 
 
 class Pending(Protocol):

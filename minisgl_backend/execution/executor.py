@@ -191,6 +191,8 @@ class ModelExecutor:
         if len(plan.copies.sources):
             slots = _copied_slots(plan.copies, self._storage.page_size)
             self._storage.copy(*self.device.upload(slots))
+        if len(plan.last_tokens.rows):
+            self.stages.rows.tell(plan.last_tokens)
         if self._states is not None and len(plan.snapshots.kept_rows):
             self._states.keep(plan.snapshots.kept_rows, plan.snapshots.kept)
         if plan.admissions:

@@ -28,7 +28,8 @@ class FlatBatch:
     the number of tokens.
     int64[num_samples]: ``sample_indices``, the flat indices of the tokens after which a token is
     sampled, with their ``sample_rows``; ``sample_positions``, the positions of the new tokens.
-    Here chunks come first, as in ``StepPlan.sample_rows``.
+    Here chunks come first, as in ``StepPlan.sample_rows``. ``are_kept``, bool[num_samples]: whether
+    the row keeps the new token, which is not so in chunks with guesses.
     ``groups``, ``snapshots``: the plan's; members of groups are flat indices.
     """
 
@@ -40,6 +41,7 @@ class FlatBatch:
     sample_indices: HostArray
     sample_rows: HostArray
     sample_positions: HostArray
+    are_kept: HostArray
     groups: Groups = NO_GROUPS
     snapshots: Snapshots = field(default_factory=Snapshots)
 
@@ -53,16 +55,25 @@ class FlatBatch:
         offsets = len(decoding) + np.concatenate([[0], np.cumsum(lengths)])  # [num_chunks + 1]
         chunked = np.arange(offsets[0], offsets[-1])  # flat indices, which become positions
         chunked += np.repeat(chunks.starts - offsets[:-1], lengths)
-        ends, sampled = chunks.ends, chunks.are_last != 0
+        ends, counts = chunks.ends, chunks.num_sampled
+        # samples of chunks, by their distance to the chunk's end: 0 for its last token
+        num_after = np.repeat(np.cumsum(counts), counts) - 1 - np.arange(counts.sum())
         return cls(
             rows=np.concatenate([decodes.rows, np.repeat(chunks.rows, lengths)], dtype=int),
             positions=np.concatenate([decodes.positions, chunked], dtype=int),
             chunk_rows=chunks.rows,
             chunk_offsets=offsets.astype(np.int32),
             chunk_ends=ends,
-            sample_indices=np.concatenate([offsets[1:][sampled] - 1, decoding], dtype=int),
+            sample_indices=np.concatenate(
+                [np.repeat(offsets[1:] - 1, counts) - num_after, decoding], dtype=int
+            ),
             sample_rows=plan.sample_rows.astype(np.int64),
-            sample_positions=np.concatenate([ends[sampled], decodes.positions + 1], dtype=int),
+            sample_positions=np.concatenate(
+                [np.repeat(ends, counts) - num_after, decodes.positions + 1], dtype=int
+            ),
+            are_kept=np.concatenate(
+                [~np.repeat(chunks.have_guesses, counts), np.ones(len(decoding), bool)]
+            ),
             groups=groups,
             snapshots=plan.snapshots,
         )
@@ -72,7 +83,8 @@ class FlatBatch:
         """A step with only these decoding rows; there may be none."""
         rows, positions = decodes.rows.astype(np.int64), decodes.positions.astype(np.int64)
         offsets, samples = np.array([len(rows)], np.int32), np.arange(len(rows))
-        return cls(rows, positions, EMPTY, offsets, EMPTY, samples, rows, positions + 1)
+        are_kept = np.ones(len(rows), bool)
+        return cls(rows, positions, EMPTY, offsets, EMPTY, samples, rows, positions + 1, are_kept)
 
     @property
     def num_decodes(self) -> int:

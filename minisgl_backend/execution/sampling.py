@@ -50,11 +50,13 @@ class StepOutput:
 @dataclass(frozen=True, slots=True, eq=False)
 class StepLogits:
     """What is sampled from: this rank's ``logits`` [num_samples, tokens of the rank], and the
-    ``rows`` and the ``positions`` of the new tokens, int32 [num_samples]."""
+    ``rows`` and the ``positions`` of the new tokens, int32 [num_samples]. ``keepers`` are the rows
+    that keep them, the dummy row for tokens that none does."""
 
     logits: Tensor
     rows: Tensor
     positions: Tensor
+    keepers: Tensor
 
 
 class Sampler:
@@ -67,9 +69,11 @@ class Sampler:
         group: Group,
         splits: range = range(SPLITS),
         gathered: Callable[[Tensor], Tensor] = lambda logits: logits,
+        most_guesses: int = 0,
     ):
         """``splits`` are those of this rank's logits (``OutputHead``); ``gathered`` turns these
-        into the logits of all ranks."""
+        into the logits of all ranks. ``most_guesses`` are checked in a step, beside a token of each
+        row."""
         self._table = table
         self._device = device
         self._group = group
@@ -77,7 +81,7 @@ class Sampler:
         self._gathered = gathered
         num_rows = len(table.tokens)
         self._workspace = SamplingWorkspace(
-            num_rows, table.sampling.vocab_size, device.torch_device
+            num_rows + most_guesses, table.sampling.vocab_size, device.torch_device
         )
         self._staged_masks: IntArray = device.staging(tuple(table.sampling.masks.shape))
         self._num_logprobs = np.full(num_rows, -1, np.int64)  # -1 for none
@@ -127,7 +131,7 @@ class Sampler:
         those of all ranks; it may be False only if ``need_all_logits`` is."""
         logits = self._gathered(due.logits) if all_logits else due.logits
         tokens = self._of_rank_0(logits, due) if all_logits else self._of_all_ranks(due)
-        keep_sampled(self._table, due.rows, due.positions, tokens)
+        keep_sampled(self._table, due.keepers, due.positions, tokens)
         return StepOutput(tokens, logits)
 
     def _of_rank_0(self, logits: Tensor, due: StepLogits) -> Tensor:

@@ -45,7 +45,7 @@ class ExecutorLimits:
     steps, and ``chunk_graph_sizes``, the numbers of tokens of steps with prompt chunks.
     ``scored_at_once`` limits the number of prompt positions whose logits are computed at once. With
     ``takes_masks``, decode steps with masked rows are also captured. With a ``section``, no chunk
-    crosses a multiple of it.
+    crosses a multiple of it. ``most_guesses`` limits the number of guesses in a step.
     """
 
     max_rows: int
@@ -56,6 +56,7 @@ class ExecutorLimits:
     scored_at_once: int = 1024
     takes_masks: bool = False
     section: int | None = None
+    most_guesses: int = 0
 
 
 class Stages:
@@ -93,7 +94,14 @@ class Stages:
         table = self.rows.table
         num_rows = len(table.tokens)
         self.forward = ForwardPass(model, self.rows, attention, device, states, adapters)
-        self.sampler = Sampler(table, device, model.group, model.head.splits, self._gathered)
+        self.sampler = Sampler(
+            table,
+            device,
+            model.group,
+            model.head.splits,
+            self._gathered,
+            most_guesses=limits.most_guesses,
+        )
         self.scorer = PromptScorer(
             model, device, num_rows=num_rows, most_rows=limits.scored_at_once
         )
@@ -128,22 +136,22 @@ class Stages:
         # [batch_size, hidden_size]
         hidden = self.forward.over_decodes(step, grouped=grouped, adapted=adapted)
         part = self.model.logits_part(hidden, out=self._own_logits[:batch_size])
-        return StepLogits(part, step.rows, step.lengths)
+        return StepLogits(part, step.rows, step.lengths, keepers=step.rows)
 
     def logits_of(self, batch: FlatBatch, hidden: Tensor) -> StepLogits:
         """The logits of the tokens after which a token is sampled, if any. ``hidden`` [num_tokens,
         hidden_size] is the residual stream after the layers."""
-        numbers = np.array(
-            [batch.sample_indices, batch.sample_rows, batch.sample_positions], np.int32
-        )
-        indices, rows, positions = self.device.upload(numbers)
-        if not len(batch.sample_indices):
-            return StepLogits(self._own_logits[:0], rows, positions)
+        rows, dummy_row = batch.sample_rows, self.rows.table.dummy_row
+        kept_by = np.where(batch.are_kept, rows, dummy_row)
+        numbers = np.array([batch.sample_indices, rows, batch.sample_positions, kept_by], np.int32)
+        indices, of_samples, positions, keepers = self.device.upload(numbers)
+        if not len(rows):
+            return StepLogits(self._own_logits[:0], of_samples, positions, keepers)
         with self.mark("logits"):
             logits = self.model.logits_part(hidden.index_select(0, indices))
         if self._watch_logits is not None:
-            logits = self._watch_logits(logits, batch.sample_rows)
-        return StepLogits(logits, rows, positions)
+            logits = self._watch_logits(logits, rows)
+        return StepLogits(logits, of_samples, positions, keepers)
 
     def sample(self, due: StepLogits, *, all_logits: bool) -> StepOutput:
         """Sample the tokens of a step; there may be none. ``all_logits``: see ``Sampler``."""

@@ -109,7 +109,7 @@ class WarmUp:
                 rows=np.full(len(chunks), row, np.int32),
                 starts=starts,
                 lengths=np.array(chunks, np.int32),
-                are_last=np.ones(len(chunks), np.int32),
+                num_sampled=np.ones(len(chunks), np.int32),
                 tokens=np.zeros(sum(chunks), np.int32),
             ),
             snapshots=Snapshots(begun_from=np.full(len(chunks), NO_SNAPSHOT, np.int32)),

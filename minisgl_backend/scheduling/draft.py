@@ -18,12 +18,13 @@ from minisgl_backend.plan import (
     Decodes,
     Grants,
     Groups,
+    LastTokens,
     PromptChunks,
     Scores,
     Snapshots,
     StepPlan,
 )
-from minisgl_backend.request import EMPTY, Adapter, IntArray
+from minisgl_backend.request import EMPTY, Adapter, IntArray, TokenId
 from minisgl_backend.scheduling.running import Mask
 
 
@@ -46,6 +47,7 @@ class Draft:
         self._score_tokens: list[IntArray] = []
         self._loads: list[tuple[int, int, int, int]] = []
         self._adapted: list[tuple[int, int]] = []
+        self._told: list[tuple[int, int, int]] = []
 
     @property
     def is_empty(self) -> bool:
@@ -77,12 +79,12 @@ class Draft:
         self._copies.append((source, target, length))
 
     def prefill(
-        self, row: int, start: int, tokens: IntArray, *, is_last: bool, snapshot: int
+        self, row: int, start: int, tokens: IntArray, *, num_sampled: int, snapshot: int
     ) -> None:
-        """Add a chunk: compute ``tokens`` at the positions from ``start`` on; if ``is_last``, they
-        end with the row's last known token. The row begins with ``snapshot``, or goes on if it is
-        ``NO_SNAPSHOT``."""
-        self._chunks.append((row, start, len(tokens), is_last))
+        """Add a chunk: compute ``tokens`` at the positions from ``start`` on, and sample a token
+        after each of the last ``num_sampled``. The row begins with ``snapshot``, or goes on if it
+        is ``NO_SNAPSHOT``."""
+        self._chunks.append((row, start, len(tokens), num_sampled))
         self._begun_from.append(snapshot)
         self._tokens.append(tokens)
         self.budget -= len(tokens)
@@ -108,6 +110,10 @@ class Draft:
         self.decodes = Decodes(rows, positions)
         self.groups = groups
 
+    def tell(self, row: int, position: int, token: TokenId) -> None:
+        """Let a decoding row have this last token."""
+        self._told.append((row, position, token))
+
     def freeze(
         self,
         step: int,
@@ -122,11 +128,10 @@ class Draft:
         ``masked``, bool[num_rows], says which rows have a grammar. ``windows`` gives its
         broken pages and its grants.
         """
-        rows, starts, lengths, are_last = _columns(self._chunks, 4)
-        chunks = PromptChunks(rows, starts, lengths, are_last, _joined(self._tokens))
+        chunks = PromptChunks(*_columns(self._chunks, 4), _joined(self._tokens))
         of, begins, counts = _columns(self._scores, 3)
         scores = Scores(of, begins, counts, _joined(self._score_tokens))
-        sampled = np.concatenate([chunks.rows[chunks.are_last != 0], self.decodes.rows])
+        sampling = np.concatenate([chunks.rows[chunks.num_sampled != 0], self.decodes.rows])
         begun_from = np.array(self._begun_from, dtype=np.int32)
         return StepPlan(
             step=step,
@@ -140,10 +145,11 @@ class Draft:
             window_grants=Grants() if windows is None else windows.take_grants(),
             snapshots=Snapshots(begun_from, *_columns(self._saved, 3), *_columns(self._kept, 2)),
             chunks=chunks,
+            last_tokens=LastTokens(*_columns(self._told, 3)),
             decodes=self.decodes,
             groups=self.groups,
             scores=scores,
-            masked_rows=sampled[masked[sampled]],
+            masked_rows=sampling[masked[sampling]],
         )
 
 

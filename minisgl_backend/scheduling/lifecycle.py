@@ -269,7 +269,7 @@ class Lifecycle:
         # [0, computed)        their full pages are published: others, and this sequence when it
         #                      returns, may find them
         # [computed, known)    not computed; the last token that was sampled never is
-        known = np.concatenate([sequence.tokens, self.rows.output(row)])
+        known = self.rows.known(row)
         if not sequence.failed:
             self.publish(sequence, known)
         if self.states is not None:

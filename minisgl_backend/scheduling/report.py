@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from itertools import accumulate
+
+import numpy as np
 
 from minisgl_backend.request import (
     FloatArray,
@@ -22,9 +25,10 @@ from minisgl_backend.request import (
 class StepResult:
     """The results of a commit: new tokens of live requests, and the requests that ended with it.
 
-    ``request_ids`` and ``token_ids``, int32[num_tokens], run in parallel; ``logprobs`` is keyed by
-    index in them. ``scored`` has log-probabilities of prompts, ``embedded`` their embeddings,
-    ``ended`` the terminal events. Requests that have since been aborted do not appear.
+    ``request_ids`` and ``token_ids``, int32[num_tokens], run in parallel; a request whose guesses
+    were right occurs several times. ``logprobs`` is keyed by index in them. ``scored`` has
+    log-probabilities of prompts, ``embedded`` their embeddings, ``ended`` the terminal events.
+    Requests that have since been aborted do not appear.
     """
 
     request_ids: list[RequestId]
@@ -34,10 +38,28 @@ class StepResult:
     ended: dict[RequestId, TerminalEvent] = field(default_factory=dict)
     embedded: list[tuple[RequestId, FloatArray]] = field(default_factory=list)
 
+    @classmethod
+    def joined(cls, parts: Sequence[StepResult]) -> StepResult:
+        """The results of a commit that came in several parts, in order."""
+        begins = accumulate((len(part.request_ids) for part in parts), initial=0)
+        logprobs: dict[int, TokenLogprobs] = {}
+        ended: dict[RequestId, TerminalEvent] = {}
+        for begin, part in zip(begins, parts, strict=False):
+            logprobs |= {begin + index: found for index, found in part.logprobs.items()}
+            ended |= part.ended
+        return cls(
+            [request_id for part in parts for request_id in part.request_ids],
+            np.concatenate([part.token_ids for part in parts]),
+            logprobs,
+            [scored for part in parts for scored in part.scored],
+            ended,
+            [embedded for part in parts for embedded in part.embedded],
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerStats:
-    """Counts of the planner. ``num_retractions``, ``prefix_queries`` and ``prefix_hits`` only grow.
+    """Counts of the planner. ``num_retractions`` and the counts of prefixes and guesses only grow.
 
     Leased pages are the rest: free + cached + leased == total. Evictable pages are cached ones that
     no lease uses.
@@ -55,6 +77,11 @@ class SchedulerStats:
     retracted."""
     prefix_hits: int
     """Number of those that were found."""
+    num_guessed_steps: int = 0
+    """Number of times that guesses at a row's next tokens were checked."""
+    num_guesses: int = 0
+    num_right_guesses: int = 0
+    """Those that were the tokens that the row got."""
     running_adapters: tuple[int, ...] = ()
     """The ids of the LoRA adapters that rows have."""
 

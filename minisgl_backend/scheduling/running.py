@@ -8,20 +8,19 @@ Must not know pages, phases or the order of service.
 
 from __future__ import annotations
 
-from typing import Final, TypeAlias
+from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from minisgl_backend.cache.kv import Lease
 from minisgl_backend.errors import InvariantError
+from minisgl_backend.plan import Mask
 from minisgl_backend.request import IntArray
 from minisgl_backend.scheduling.sequence import Sequence
 
 _NO_STOP: Final = -2  # pads the table of stop ids; it equals neither a token nor NO_TOKEN
 _TAIL: Final = 128  # output tokens of a row that are gathered before they move to ``_parts``
 
-Mask: TypeAlias = npt.NDArray[np.bool_]
 
 
 class RunningRows:
@@ -37,9 +36,11 @@ class RunningRows:
     - ``stop_from``: a stop token at this position or later ends the sequence (the sampler chooses
       none earlier: ``kernels.sampling_table``).
 
-    ``in_flight`` counts the steps that were planned with the row and are not committed yet.
+    ``in_flight`` counts the steps that were planned with the row and are not committed yet. If the
+    row has guesses in one of these, which is then the only one, ``planned`` counts their positions.
     ``decoding`` rows take part in the next decode, ``accepting`` rows take the tokens of commits,
     ``retiring`` rows wait for their last step in flight, and ``masked`` rows have a grammar.
+    ``untold`` rows have a last token that the executor does not know.
     """
 
     def __init__(self, num_rows: int) -> None:
@@ -57,6 +58,7 @@ class RunningRows:
         self.accepting = np.zeros(num_rows, dtype=np.bool_)
         self.retiring = np.zeros(num_rows, dtype=np.bool_)
         self.masked = np.zeros(num_rows, dtype=np.bool_)
+        self.untold = np.zeros(num_rows, dtype=np.bool_)
         self._num_stop_ids = np.zeros(num_rows, dtype=np.int32)
         self._stop_ids = np.full((num_rows, 1), _NO_STOP, dtype=np.int32)
         self._tail = np.zeros((num_rows, _TAIL), dtype=np.int32)
@@ -96,7 +98,7 @@ class RunningRows:
         if self.in_flight[row]:
             raise InvariantError(f"row {row} is given back with steps in flight")
         self.sequences[row] = None
-        for column in (self.decoding, self.accepting, self.retiring, self.masked):
+        for column in (self.decoding, self.accepting, self.retiring, self.masked, self.untold):
             column[row] = False
         self._set_stop_ids(row, ())
         self._tail_length[row] = 0
@@ -151,6 +153,18 @@ class RunningRows:
         self.planned[row] = end
         self.in_flight[row] += 1
 
+    def plan_guesses(self, row: int, end: int) -> None:
+        """Plan the row's last token and guesses, up to the position ``end``; until they are judged
+        it does not decode."""
+        self.plan_prefill(row, end)
+        self.decoding[row] = False
+
+    def go_on_from_guesses(self, row: int) -> None:
+        """Take back the planned positions whose guesses were wrong, and let the row decode."""
+        self.planned[row] = self.computed[row]
+        self.untold[row] = True
+        self.start_decoding(row)
+
     def skip(self, row: int, end: int) -> None:
         """Note that the positions up to ``end`` of a row that was just taken need no step."""
         self.planned[row] = self.computed[row] = end
@@ -197,6 +211,10 @@ class RunningRows:
         for row in rows[lengths == _TAIL].tolist():
             self._parts[row].append(self._tail[row].copy())
             self._tail_length[row] = 0
+
+    def known(self, row: int) -> IntArray:
+        """All tokens of the row's sequence that are committed, int32[num_tokens]."""
+        return np.concatenate([self.sequence(row).tokens, self.output(row)])
 
     def output(self, row: int) -> IntArray:
         """The tokens appended since the row was taken, int32[num_tokens]."""

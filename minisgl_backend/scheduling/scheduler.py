@@ -9,6 +9,10 @@ A step first decodes every row that can decode. Then it spends ``max_prefill_tok
 prompts in the order of precedence, and admits sequences as it goes. So prefill never keeps decode
 waiting.
 
+Rows may decode with guesses at their next tokens (``guesses``), as chunks. These are made from all
+tokens of a row, and what is planned next depends on how many were right. So while a step that they
+wait for, or that checks some, is in flight, nothing is planned.
+
 When the pool of pages is empty, the running sequences that are last in precedence are retracted:
 their computed pages are published, and they return to their old place in the queue. Later they
 prefill only what the cache has lost in the meantime. The first running sequence is never retracted,
@@ -19,6 +23,7 @@ Must not know clocks, threads, devices or tensors, nor what a token means.
 Invariants:
 - Rows and pages are given back only when no step in flight can write to them.
 - While a request is live and no step is in flight, ``plan`` returns a step.
+- A row with guesses in flight is in no other step in flight.
 - Steps run in the order in which they were planned. So a page freed here may be granted again at
   once: the step that writes to it runs after all steps that read what it held.
 - A page that may hold NaN and is freed is named as broken by the next plan, so at the latest by the
@@ -28,7 +33,7 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, cast
 
 import numpy as np
@@ -46,11 +51,12 @@ from minisgl_backend.request import (
     Request,
     RequestId,
     TerminalEvent,
-    TokenLogprobs,
+    TokenId,
 )
 from minisgl_backend.scheduling.adapter_places import AdapterPlaces
 from minisgl_backend.scheduling.admission import AdmissionControl
 from minisgl_backend.scheduling.draft import Draft
+from minisgl_backend.scheduling.guesses import Guesses
 from minisgl_backend.scheduling.lifecycle import Lifecycle
 from minisgl_backend.scheduling.report import SchedulerStats, StepResult
 from minisgl_backend.scheduling.room import Room
@@ -69,7 +75,8 @@ class SchedulerConfig:
     ``KVCache.groups`` explains ``group_cost_tokens``. ``has_states``: rows have recurrent states,
     so the pages of a prefix are not enough to go on from it. With a ``section`` no chunk crosses a
     multiple of it, as attention in sections requires (``attention.sections``).
-    ``num_adapter_slots``: the most adapters that are on the device at once.
+    ``num_adapter_slots``: the most adapters that are on the device at once. ``speculative_tokens``
+    (0 for none) and ``speculative_max_rows`` limit ``guesses``, which rows with states cannot have.
     """
 
     max_running_requests: int = 256
@@ -83,6 +90,8 @@ class SchedulerConfig:
     has_states: bool = False
     section: int | None = None
     num_adapter_slots: int = 0
+    speculative_tokens: int = 0
+    speculative_max_rows: int = 8
 
 
 @dataclass(slots=True)
@@ -92,6 +101,9 @@ class _Counters:
     num_retractions: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
+    num_guessed_steps: int = 0
+    num_guesses: int = 0
+    num_right_guesses: int = 0
 
 
 class Scheduler:
@@ -129,6 +141,14 @@ class Scheduler:
         self._rows = self._life.rows
         self._queue = self._life.queue
         self._admission = AdmissionControl(self._life, config.reserve_tokens)
+        self._guesses: Guesses | None = None
+        if config.speculative_tokens:
+            self._guesses = Guesses(
+                self._rows,
+                most_tokens=config.speculative_tokens,
+                max_rows=config.speculative_max_rows,
+            )
+        self._has_unjudged = False  # guesses in flight
         self._next_step = 0
         self._next_commit = 0
 
@@ -146,8 +166,15 @@ class Scheduler:
 
     def plan(self) -> StepPlan | None:
         """The next step, or None if nothing can run now."""
+        guesses: Mapping[int, IntArray] = {}
+        if self._guesses is not None:
+            guesses = self._guesses.of_rows(self._rows.ready_to_decode())
+            if self._has_unjudged or any(self._rows.in_flight[row] for row in guesses):
+                return None
         draft = Draft(self._config.max_prefill_tokens)
         self._life.begin_plan()
+        for row, tokens in guesses.items():
+            self._plan_guesses(row, tokens, draft)
         under_pressure = self._plan_decodes(draft)
         self._plan_prefills(draft, admit=not under_pressure)
         if draft.is_empty:
@@ -169,16 +196,19 @@ class Scheduler:
         if not self._next_commit == plan.step < self._next_step:
             raise InvariantError(f"step {plan.step} is committed, {self._next_commit} is due")
         self._next_commit += 1
-        rows = self._rows
-        rows.landed(plan.chunks.rows, plan.chunks.ends)
+        rows, chunks, guessed = self._rows, plan.chunks, plan.chunks.have_guesses
+        rows.landed(chunks.rows, np.where(guessed, chunks.starts + 1, chunks.ends))
         rows.landed(plan.decodes.rows, plan.decodes.positions + 1)
         scored = self._take_scores(plan, tokens.prompt_logprobs)
-        result = self._take(plan.sample_rows, tokens, scored)
-        for row in plan.chunks.rows.tolist():
+        if guessed.any():
+            result = self._take_guessed(plan, tokens, scored)
+        else:
+            result = self._take(plan.sample_rows, tokens, scored)
+        for row in chunks.rows[~guessed].tolist():
             sequence = rows.sequences[row]
             if sequence is not None and not sequence.failed:
                 self._life.publish(sequence, sequence.tokens)
-        for step_rows in (plan.chunks.rows, plan.decodes.rows):
+        for step_rows in (chunks.rows, plan.decodes.rows):
             for row in step_rows[rows.is_idle(step_rows)].tolist():
                 self._life.release(rows.sequence(row))
         return result
@@ -199,6 +229,9 @@ class Scheduler:
             num_retractions=self._counters.num_retractions,
             prefix_queries=self._counters.prefix_queries,
             prefix_hits=self._counters.prefix_hits,
+            num_guessed_steps=self._counters.num_guessed_steps,
+            num_guesses=self._counters.num_guesses,
+            num_right_guesses=self._counters.num_right_guesses,
             running_adapters=tuple(adapter_id for adapter_id, _ in self._life.places.in_use()),
         )
 
@@ -231,9 +264,33 @@ class Scheduler:
         groups, ready = self._life.groups_of(ready), rows.by_adapter(ready)
         positions = rows.plan_decode(ready)
         draft.decode(ready, positions, groups)
+        if self._guesses is not None:
+            for row in ready[rows.untold[ready]].tolist():
+                known = rows.known(row)
+                draft.tell(row, len(known) - 1, int(known[-1]))
+                rows.untold[row] = False
         if self._life.states is not None:
             self._life.states.keep(ready, positions, draft)
         return under_pressure
+
+    def _plan_guesses(self, row: int, guesses: IntArray, draft: Draft) -> None:
+        """Let a row decode with as many of ``guesses`` as pages and the budget allow; if that is
+        none, it decodes without."""
+        rows = self._rows
+        start = int(rows.planned[row])  # the position of the last token
+        end = start + 1 + min(len(guesses), draft.budget - 1)
+        if (section := self._config.section) is not None:
+            end = min(end, (start // section + 1) * section)
+        while rows.capacity[row] < end and self._life.grow(np.array([row], np.int32), draft):
+            pass
+        end = min(end, int(rows.capacity[row]))
+        if end < start + 2:
+            return
+        last = rows.known(row)[-1:]
+        tokens = np.concatenate([last, guesses[: end - start - 1]])
+        rows.plan_guesses(row, end)
+        draft.prefill(row, start, tokens, num_sampled=len(tokens), snapshot=NO_SNAPSHOT)
+        self._has_unjudged = True
 
     def _grow_first(self, short: IntArray, draft: Draft) -> None:
         """Retract sequences, the last in precedence first, until the others can grow.
@@ -300,7 +357,7 @@ class Scheduler:
         is_last = end == len(sequence.tokens)
         self._rows.plan_prefill(sequence.row, end)
         snapshot, sequence.begins_from = sequence.begins_from, NO_SNAPSHOT
-        draft.prefill(sequence.row, start, tokens, is_last=is_last, snapshot=snapshot)
+        draft.prefill(sequence.row, start, tokens, num_sampled=int(is_last), snapshot=snapshot)
         if self._life.states is not None:
             for position, taken in self._life.states.save(sequence, start, end):
                 draft.save(position, taken)
@@ -318,6 +375,8 @@ class Scheduler:
         if not (len(self._queue) and draft.budget):
             return
         for sequence in self._admission.admit(before):
+            if self._guesses is not None:
+                self._guesses.begin(sequence.row)
             self._announce(sequence, draft)
             self._plan_chunk(sequence, draft)
             if not draft.budget:
@@ -363,6 +422,53 @@ class Scheduler:
                 found.append((sequence.request.id, score))
         return found
 
+    def _take_guessed(
+        self,
+        plan: StepPlan,
+        tokens: SampledTokens,
+        scored: list[tuple[RequestId, PromptLogprobs]],
+    ) -> StepResult:
+        """``_take`` for a step with guesses: first a token of each row, then one more of the rows
+        that guessed it, and so on."""
+        rows, sample_rows, checks = self._rows, plan.sample_rows, _checks(plan)
+        token_ids = tokens.token_ids.copy()
+        is_first = np.ones(len(sample_rows), np.bool_)
+        for check in checks:
+            is_first[check.first + 1 : check.first + 1 + len(check.guesses)] = False
+            # what a wrong guess has left in the row's pages must be finite, too
+            if (token_ids[check.first : check.first + 1 + len(check.guesses)] == NO_TOKEN).any():
+                token_ids[check.first] = NO_TOKEN
+        tokens, due = replace(tokens, token_ids=token_ids), np.flatnonzero(is_first)
+        results = [self._take(sample_rows[due], tokens.at(due), scored)]
+        num_right, right = 0, checks
+        while right := [
+            check
+            for check in right
+            if num_right < len(check.guesses)
+            and rows.accepting[check.row]
+            and token_ids[check.first + num_right] == check.guesses[num_right]
+        ]:
+            num_right += 1
+            for check in right:
+                check.num_right = num_right
+                rows.computed[check.row] += 1
+            due = np.array([check.first + num_right for check in right])
+            results.append(self._take(sample_rows[due], tokens.at(due), []))
+        for check in checks:
+            self._judge(check)
+        self._has_unjudged = False
+        return StepResult.joined(results)
+
+    def _judge(self, check: _Check) -> None:
+        """Count a row's guesses, and let it go on after those that were right."""
+        counters, num_guesses = self._counters, len(check.guesses)
+        counters.num_guessed_steps += 1
+        counters.num_guesses += num_guesses
+        counters.num_right_guesses += check.num_right
+        if self._guesses is not None and self._rows.accepting[check.row]:
+            self._rows.go_on_from_guesses(check.row)
+            self._guesses.judge(check.row, num_guesses, check.num_right)
+
     def _take(
         self,
         sample_rows: IntArray,
@@ -374,7 +480,7 @@ class Scheduler:
         A row that no longer accepts tokens belongs to a request that was aborted or has ended. A
         request with ``max_tokens`` 0 ends with its first token, which is dropped.
         """
-        rows, token_ids, logprobs = self._rows, tokens.token_ids, tokens.logprobs
+        rows, token_ids = self._rows, tokens.token_ids
         if len(token_ids) != len(sample_rows):
             raise InvariantError(f"{len(token_ids)} tokens for {len(sample_rows)} rows")
         ended: dict[RequestId, TerminalEvent] = {}
@@ -398,11 +504,11 @@ class Scheduler:
             accepted &= ~surplus
         if not accepted.all():
             kept = np.flatnonzero(accepted)
-            logprobs = _renumbered(logprobs, kept.tolist())
-            sample_rows, token_ids = sample_rows[kept], token_ids[kept]
+            sample_rows, tokens = sample_rows[kept], tokens.at(kept)
         request_ids = cast("list[RequestId]", rows.request_ids[sample_rows].tolist())
-        ended.update(self._append(sample_rows, token_ids))
-        return StepResult(request_ids, token_ids, dict(logprobs), scored, ended, embedded)
+        ended.update(self._append(sample_rows, tokens.token_ids))
+        logprobs = dict(tokens.logprobs)
+        return StepResult(request_ids, tokens.token_ids, logprobs, scored, ended, embedded)
 
     def _append(self, rows: IntArray, token_ids: IntArray) -> dict[RequestId, Finished]:
         """Append a token to each of ``rows``, int32[n], and end the sequences that it completes."""
@@ -425,8 +531,27 @@ class Scheduler:
         return [sequence.request.id for sequence in sequences]
 
 
-def _renumbered(
-    logprobs: Mapping[int, TokenLogprobs], kept: list[int]
-) -> Mapping[int, TokenLogprobs]:
-    """The entries of the indices in ``kept``, keyed by their positions in ``kept``."""
-    return {new: logprobs[old] for new, old in enumerate(kept) if old in logprobs}
+@dataclass(slots=True)
+class _Check:
+    """The guesses of a row in a step, and the index of the sample that checks the first of them;
+    the others follow, and one after the last guess."""
+
+    row: int
+    guesses: list[TokenId]
+    first: int
+    num_right: int = 0
+
+
+def _checks(plan: StepPlan) -> list[_Check]:
+    """The guesses in a plan, row by row."""
+    chunks = plan.chunks
+    sample_ends, token_ends = np.cumsum(chunks.num_sampled), np.cumsum(chunks.lengths)
+    return [
+        _Check(
+            row=int(chunks.rows[chunk]),
+            guesses=chunks.tokens[token_ends[chunk] - count + 1 : token_ends[chunk]].tolist(),
+            first=int(sample_ends[chunk]) - count,
+        )
+        for chunk, count in enumerate(chunks.num_sampled.tolist())
+        if count > 1
+    ]

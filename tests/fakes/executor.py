@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import islice, pairwise
+from itertools import islice, pairwise, takewhile
 
 import numpy as np
 import numpy.typing as npt
@@ -253,18 +253,27 @@ class FakeExecutor:
         self._read_together(plan)
         chunks, snapshots = plan.chunks, plan.snapshots
         sampled, start = [], 0
-        for chunk, (row, position, length, is_last) in enumerate(
-            _lines(chunks.rows, chunks.starts, chunks.lengths, chunks.are_last)
+        for chunk, (row, position, length, num_sampled) in enumerate(
+            _lines(chunks.rows, chunks.starts, chunks.lengths, chunks.num_sampled)
         ):
             if self.has_states:
                 self._begin_state(row, position, int(snapshots.begun_from[chunk]))
             saved = np.flatnonzero(snapshots.saved_chunks == chunk)
             saves = zip(snapshots.saved_positions[saved], snapshots.saved[saved], strict=True)
             tokens = chunks.tokens[start : start + length].tolist()
-            self._write(row, position, tokens, dict(saves))
             start += length
-            if is_last:
+            if num_sampled > 1:
+                sampled += self._check_guesses(row, position, tokens)
+                continue
+            self._write(row, position, tokens, dict(saves))
+            if num_sampled:
                 sampled.append(self._sample(row))
+        for row, position, token in _lines(
+            plan.last_tokens.rows, plan.last_tokens.positions, plan.last_tokens.tokens
+        ):
+            assert position == self._rows[row].computed
+            assert self._rows[row].last_token == NO_TOKEN, "only what is not known is told"
+            self._rows[row].last_token = token
         for row, position in _lines(plan.decodes.rows, plan.decodes.positions):
             self._write(row, position, [self._rows[row].last_token])
         sampled += [self._sample(row) for row in plan.decodes.rows.tolist()]
@@ -383,6 +392,18 @@ class FakeExecutor:
             if saves and position in saves:
                 self._snapshots[saves[position]] = state.state
         state.computed = position
+
+    def _check_guesses(self, row: int, position: int, tokens: list[int]) -> list[int]:
+        """Compute a row's last token and guesses, and sample after each. The row goes on after the
+        guesses that were right, and forgets its last token."""
+        state, sampled = self._rows[row], list[int]()
+        for index, token in enumerate(tokens):
+            self._write(row, position + index, [token])
+            sampled.append(self._sample(row))
+        pairs = zip(tokens[1:], sampled, strict=False)
+        num_right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        state.computed, state.last_token = position + 1 + num_right, NO_TOKEN
+        return sampled
 
     def _reads_nan(self, row: int, start: int, end: int) -> bool:
         """Whether the pages of a row have NaN before ``end``, apart from [start, end) itself."""

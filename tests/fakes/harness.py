@@ -62,6 +62,8 @@ class Setup:
     window: int | None = None
     num_window_pages: int = 0
     section: int | None = None
+    speculative_tokens: int = 0
+    speculative_max_rows: int = 8
     depth: int = 2
     model: Model = field(default_factory=Model)
 
@@ -112,6 +114,8 @@ class Harness:
                 reserve_tokens=setup.reserve_tokens,
                 has_states=setup.num_snapshots is not None,
                 section=setup.section,
+                speculative_tokens=setup.speculative_tokens,
+                speculative_max_rows=setup.speculative_max_rows,
             ),
         )
         self.executor = FakeExecutor(

@@ -23,6 +23,10 @@ def setups(draw: st.DrawFn) -> Setup:
         least = -(-(window - 1) // page_size) + 2
         num_window_pages = least + draw(st.integers(0, 8))
     longest = page_size * min(num_pages, 30 if page_size == 1 else 4)
+    # what comes after a wrong guess must be finite, too, which the oracle does not know
+    is_finite, speculative_tokens = draw(st.booleans()), 0
+    if is_finite and num_snapshots is None:
+        speculative_tokens = draw(st.sampled_from([0, 1, 5, 20]))
     return Setup(
         page_size=page_size,
         num_pages=num_pages,
@@ -39,11 +43,13 @@ def setups(draw: st.DrawFn) -> Setup:
         window=window,
         num_window_pages=num_window_pages,
         section=section,
+        speculative_tokens=speculative_tokens,
+        speculative_max_rows=draw(st.sampled_from([8, 2])),
         depth=draw(st.sampled_from([2, 1, 3])),
         model=Model(
-            vocabulary=draw(st.sampled_from([50, 5])),
-            nan_every=draw(st.sampled_from([0, 30])),
-            nan_kv_every=draw(st.sampled_from([0, 30])),
+            vocabulary=draw(st.sampled_from([50, 5, 2])),
+            nan_every=0 if is_finite else draw(st.sampled_from([0, 30])),
+            nan_kv_every=0 if is_finite else draw(st.sampled_from([0, 30])),
         ),
     )
 

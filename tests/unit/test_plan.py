@@ -99,7 +99,7 @@ def test_a_sampled_row_is_a_last_chunk_or_decodes() -> None:
             rows=np.array([4, 2, 3], dtype=np.int32),
             starts=np.array([0, 8, 0], dtype=np.int32),
             lengths=np.array([2, 1, 3], dtype=np.int32),
-            are_last=np.array([1, 0, 1], dtype=np.int32),
+            num_sampled=np.array([1, 0, 1], dtype=np.int32),
             tokens=np.arange(6, dtype=np.int32),
         ),
         decodes=Decodes(

@@ -69,8 +69,7 @@ class PacedExecutor:
         """Enqueue a step behind the last one."""
         for admission in plan.admissions:
             self._prompts[admission.row] = admission.num_prompt_tokens
-        last = plan.chunks.are_last != 0
-        rows = plan.sample_rows
+        rows, last = plan.sample_rows, plan.chunks.num_sampled != 0
         ends = plan.chunks.ends[last]
         # index of the token that is sampled, counted from the end of the row's prompt
         positions = np.concatenate([ends, plan.decodes.positions + 1])

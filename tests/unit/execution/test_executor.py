@@ -157,7 +157,7 @@ def _grants(row: int, *pages: int) -> Grants:
 
 def _chunk(row: int, start: int, tokens: tuple[int, ...], *, is_last: bool = True) -> PromptChunks:
     return PromptChunks(
-        _ints(row), _ints(start), _ints(len(tokens)), _ints(is_last), _ints(*tokens)
+        _ints(row), _ints(start), _ints(len(tokens)), _ints(int(is_last)), _ints(*tokens)
     )
 
 

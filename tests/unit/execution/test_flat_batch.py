@@ -18,7 +18,7 @@ def ints(*values: int) -> IntArray:
 
 def plan_of(chunks: list[tuple[int, int, int, int]], decodes: list[tuple[int, int]]) -> StepPlan:
     """Chunks of (row, start, length, whether it is the last), and decodes of (row, position)."""
-    rows, starts, lengths, are_last = zip(*chunks, strict=True) if chunks else ((), (), (), ())
+    rows, starts, lengths, num_sampled = zip(*chunks, strict=True) if chunks else ((), (), (), ())
     decode_rows, positions = zip(*decodes, strict=True) if decodes else ((), ())
     return StepPlan(
         step=0,
@@ -26,7 +26,7 @@ def plan_of(chunks: list[tuple[int, int, int, int]], decodes: list[tuple[int, in
             rows=ints(*rows),
             starts=ints(*starts),
             lengths=ints(*lengths),
-            are_last=ints(*are_last),
+            num_sampled=ints(*num_sampled),
             tokens=ints(*range(sum(lengths))),
         ),
         decodes=Decodes(rows=ints(*decode_rows), positions=ints(*positions)),

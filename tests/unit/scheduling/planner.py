@@ -88,7 +88,7 @@ def chunks(plan: StepPlan) -> list[tuple[int, int, int, bool]]:
         plan.chunks.rows.tolist(),
         plan.chunks.starts.tolist(),
         plan.chunks.lengths.tolist(),
-        plan.chunks.are_last.astype(bool).tolist(),
+        (plan.chunks.num_sampled > 0).tolist(),
     )
     return list(zip(*columns, strict=True))
 

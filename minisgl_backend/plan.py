@@ -1,9 +1,9 @@
 """``StepPlan``, which the planner sends to the executor, and the tokens that come back.
 
 A ``StepPlan`` says what one forward pass does: which requests take a row, which pages the rows are
-granted, which prompt tokens are prefilled, and which rows decode. With overlap a plan is made before
-the tokens of the running step are known. So the tokens in a plan are committed ones or guesses, and
-the executor itself keeps the last sampled token of each row.
+granted, which prompt tokens are prefilled, and which rows decode. With overlap a plan is made
+before the tokens of the running step are known. So the tokens in a plan are committed ones or
+guesses, and the executor itself keeps the last sampled token of each row.
 
 Must not know tensors, devices, caches or queues. A plan consists of plain numbers, so the other
 tensor-parallel ranks get the very same plan, encoded as 32-bit words.
@@ -392,9 +392,7 @@ def _renumbered(of_samples: Mapping[int, T], indices: IntArray) -> Mapping[int, 
     """The entries of ``indices``, keyed by their positions in ``indices``."""
     if not of_samples:
         return {}
-    return {
-        new: of_samples[old] for new, old in enumerate(indices.tolist()) if old in of_samples
-    }
+    return {new: of_samples[old] for new, old in enumerate(indices.tolist()) if old in of_samples}
 
 
 class Pending(Protocol):

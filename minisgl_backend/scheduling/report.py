@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from itertools import accumulate
 
 import numpy as np
 
@@ -38,22 +37,16 @@ class StepResult:
     ended: dict[RequestId, TerminalEvent] = field(default_factory=dict)
     embedded: list[tuple[RequestId, FloatArray]] = field(default_factory=list)
 
-    @classmethod
-    def joined(cls, parts: Sequence[StepResult]) -> StepResult:
-        """The results of a commit that came in several parts, in order."""
-        begins = accumulate((len(part.request_ids) for part in parts), initial=0)
-        logprobs: dict[int, TokenLogprobs] = {}
-        ended: dict[RequestId, TerminalEvent] = {}
-        for begin, part in zip(begins, parts, strict=False):
-            logprobs |= {begin + index: found for index, found in part.logprobs.items()}
-            ended |= part.ended
-        return cls(
-            [request_id for part in parts for request_id in part.request_ids],
-            np.concatenate([part.token_ids for part in parts]),
-            logprobs,
-            [scored for part in parts for scored in part.scored],
-            ended,
-            [embedded for part in parts for embedded in part.embedded],
+    def followed_by(self, rest: StepResult) -> StepResult:
+        """The results of a commit of which these come first."""
+        begin = len(self.request_ids)
+        return StepResult(
+            self.request_ids + rest.request_ids,
+            np.concatenate([self.token_ids, rest.token_ids]),
+            self.logprobs | {begin + index: found for index, found in rest.logprobs.items()},
+            self.scored + rest.scored,
+            self.ended | rest.ended,
+            self.embedded + rest.embedded,
         )
 
 

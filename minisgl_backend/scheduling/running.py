@@ -22,7 +22,6 @@ _NO_STOP: Final = -2  # pads the table of stop ids; it equals neither a token no
 _TAIL: Final = 128  # output tokens of a row that are gathered before they move to ``_parts``
 
 
-
 class RunningRows:
     """Columns of the rows 0 .. num_rows - 1.
 
@@ -211,6 +210,22 @@ class RunningRows:
         for row in rows[lengths == _TAIL].tolist():
             self._parts[row].append(self._tail[row].copy())
             self._tail_length[row] = 0
+
+    def take_right(self, row: int, guesses: IntArray, samples: IntArray) -> int:
+        """Keep the ``samples`` that the row guessed, up to the first that it did not or that ends
+        its sequence, which is not kept; returns their number.
+
+        ``guesses`` int32[n]; ``samples`` int32[n + 1], of which the first is sampled after all
+        positions that are computed.
+        """
+        positions = self.computed[row] + np.arange(len(guesses))
+        is_stop_id = np.isin(samples[:-1], self._stop_ids[row])
+        goes_on = (samples[:-1] == guesses) & ~(is_stop_id & (positions >= self.stop_from[row]))
+        num_right = int(np.argmin(goes_on)) if not goes_on.all() else len(guesses)
+        for token in samples[:num_right, None]:
+            self.append(np.array([row]), token)
+        self.computed[row] += num_right
+        return num_right
 
     def known(self, row: int) -> IntArray:
         """All tokens of the row's sequence that are committed, int32[num_tokens]."""

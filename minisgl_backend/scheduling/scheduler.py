@@ -51,7 +51,6 @@ from minisgl_backend.request import (
     Request,
     RequestId,
     TerminalEvent,
-    TokenId,
 )
 from minisgl_backend.scheduling.adapter_places import AdapterPlaces
 from minisgl_backend.scheduling.admission import AdmissionControl
@@ -428,36 +427,31 @@ class Scheduler:
         tokens: SampledTokens,
         scored: list[tuple[RequestId, PromptLogprobs]],
     ) -> StepResult:
-        """``_take`` for a step with guesses: first a token of each row, then one more of the rows
-        that guessed it, and so on."""
+        """``_take`` for a step with guesses. A row gets its right guesses before the token that the
+        step has sampled for it."""
         rows, sample_rows, checks = self._rows, plan.sample_rows, _checks(plan)
-        token_ids = tokens.token_ids.copy()
-        is_first = np.ones(len(sample_rows), np.bool_)
+        is_taken = np.ones(len(sample_rows), np.bool_)
+        right: list[int] = []  # indices of samples that equal guesses
         for check in checks:
-            is_first[check.first + 1 : check.first + 1 + len(check.guesses)] = False
-            # what a wrong guess has left in the row's pages must be finite, too
-            if (token_ids[check.first : check.first + 1 + len(check.guesses)] == NO_TOKEN).any():
-                token_ids[check.first] = NO_TOKEN
-        tokens, due = replace(tokens, token_ids=token_ids), np.flatnonzero(is_first)
-        results = [self._take(sample_rows[due], tokens.at(due), scored)]
-        num_right, right = 0, checks
-        while right := [
-            check
-            for check in right
-            if num_right < len(check.guesses)
-            and rows.accepting[check.row]
-            and token_ids[check.first + num_right] == check.guesses[num_right]
-        ]:
-            num_right += 1
-            for check in right:
-                check.num_right = num_right
-                rows.computed[check.row] += 1
-            due = np.array([check.first + num_right for check in right])
-            results.append(self._take(sample_rows[due], tokens.at(due), []))
+            samples = tokens.token_ids[check.first : check.first + 1 + len(check.guesses)]
+            # after a wrong guess, too: the row's pages hold NaN until it gets there
+            broken = np.flatnonzero(samples == NO_TOKEN)
+            last = int(broken[0]) if len(broken) else 0
+            if rows.accepting[check.row] and not len(broken):
+                last = check.num_right = rows.take_right(check.row, check.guesses, samples)
+                right += range(check.first, check.first + last)
+            is_taken[check.first : check.first + len(samples)] = False
+            is_taken[check.first + last] = True
+        taken, early = np.flatnonzero(is_taken), np.array(right, dtype=np.int32)
+        guessed = tokens.at(early)
+        request_ids = cast("list[RequestId]", rows.request_ids[sample_rows[early]].tolist())
+        result = self._take(sample_rows[taken], tokens.at(taken), scored)
         for check in checks:
             self._judge(check)
         self._has_unjudged = False
-        return StepResult.joined(results)
+        return StepResult(request_ids, guessed.token_ids, dict(guessed.logprobs)).followed_by(
+            result
+        )
 
     def _judge(self, check: _Check) -> None:
         """Count a row's guesses, and let it go on after those that were right."""
@@ -537,7 +531,7 @@ class _Check:
     the others follow, and one after the last guess."""
 
     row: int
-    guesses: list[TokenId]
+    guesses: IntArray
     first: int
     num_right: int = 0
 
@@ -549,7 +543,7 @@ def _checks(plan: StepPlan) -> list[_Check]:
     return [
         _Check(
             row=int(chunks.rows[chunk]),
-            guesses=chunks.tokens[token_ends[chunk] - count + 1 : token_ends[chunk]].tolist(),
+            guesses=chunks.tokens[token_ends[chunk] - count + 1 : token_ends[chunk]],
             first=int(sample_ends[chunk]) - count,
         )
         for chunk, count in enumerate(chunks.num_sampled.tolist())

@@ -33,7 +33,7 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final, cast
 
 import numpy as np
@@ -430,7 +430,7 @@ class Scheduler:
         """``_take`` for a step with guesses. A row gets its right guesses before the token that the
         step has sampled for it."""
         rows, sample_rows, checks = self._rows, plan.sample_rows, _checks(plan)
-        is_taken = np.ones(len(sample_rows), np.bool_)
+        is_last = np.ones(len(sample_rows), np.bool_)
         right: list[int] = []  # indices of samples that equal guesses
         for check in checks:
             samples = tokens.token_ids[check.first : check.first + 1 + len(check.guesses)]
@@ -440,18 +440,17 @@ class Scheduler:
             if rows.accepting[check.row] and not len(broken):
                 last = check.num_right = rows.take_right(check.row, check.guesses, samples)
                 right += range(check.first, check.first + last)
-            is_taken[check.first : check.first + len(samples)] = False
-            is_taken[check.first + last] = True
-        taken, early = np.flatnonzero(is_taken), np.array(right, dtype=np.int32)
+            is_last[check.first : check.first + len(samples)] = False
+            is_last[check.first + last] = True
+        early, last = np.array(right, dtype=np.int32), np.flatnonzero(is_last)
         guessed = tokens.at(early)
         request_ids = cast("list[RequestId]", rows.request_ids[sample_rows[early]].tolist())
-        result = self._take(sample_rows[taken], tokens.at(taken), scored)
+        first = StepResult(request_ids, guessed.token_ids, dict(guessed.logprobs))
+        result = first.followed_by(self._take(sample_rows[last], tokens.at(last), scored))
         for check in checks:
             self._judge(check)
         self._has_unjudged = False
-        return StepResult(request_ids, guessed.token_ids, dict(guessed.logprobs)).followed_by(
-            result
-        )
+        return result
 
     def _judge(self, check: _Check) -> None:
         """Count a row's guesses, and let it go on after those that were right."""

@@ -444,6 +444,6 @@ class Loop:
 
 
 def _kind(plan: StepPlan) -> StepKind:
-    if not len(plan.chunks.rows):
+    if plan.chunks.have_guesses.all():
         return "decode"
     return "mixed" if len(plan.decodes.rows) else "prefill"

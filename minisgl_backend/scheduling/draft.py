@@ -19,13 +19,13 @@ from minisgl_backend.plan import (
     Grants,
     Groups,
     LastTokens,
+    Mask,
     PromptChunks,
     Scores,
     Snapshots,
     StepPlan,
 )
 from minisgl_backend.request import EMPTY, Adapter, IntArray, TokenId
-from minisgl_backend.scheduling.running import Mask
 
 
 class Draft:
@@ -128,7 +128,8 @@ class Draft:
         ``masked``, bool[num_rows], says which rows have a grammar. ``windows`` gives its
         broken pages and its grants.
         """
-        chunks = PromptChunks(*_columns(self._chunks, 4), _joined(self._tokens))
+        rows, starts, lengths, num_sampled = _columns(self._chunks, 4)
+        chunks = PromptChunks(rows, starts, lengths, num_sampled, _joined(self._tokens))
         of, begins, counts = _columns(self._scores, 3)
         scores = Scores(of, begins, counts, _joined(self._score_tokens))
         sampling = np.concatenate([chunks.rows[chunks.num_sampled != 0], self.decodes.rows])

@@ -442,11 +442,11 @@ class Scheduler:
                 right += range(check.first, check.first + last)
             is_last[check.first : check.first + len(samples)] = False
             is_last[check.first + last] = True
-        early, last = np.array(right, dtype=np.int32), np.flatnonzero(is_last)
+        early, late = np.array(right, dtype=np.int32), np.flatnonzero(is_last)
         guessed = tokens.at(early)
         request_ids = cast("list[RequestId]", rows.request_ids[sample_rows[early]].tolist())
         first = StepResult(request_ids, guessed.token_ids, dict(guessed.logprobs))
-        result = first.followed_by(self._take(sample_rows[last], tokens.at(last), scored))
+        result = first.followed_by(self._take(sample_rows[late], tokens.at(late), scored))
         for check in checks:
             self._judge(check)
         self._has_unjudged = False

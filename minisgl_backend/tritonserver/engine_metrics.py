@@ -55,6 +55,9 @@ _COUNTERS: Final = {
     "vllm:generation_tokens_total": "Tokens generated",
     "vllm:prefix_cache_queries_total": "Prompt tokens looked up in the prefix cache",
     "vllm:prefix_cache_hits_total": "Prompt tokens found in the prefix cache",
+    "vllm:spec_decode_num_drafts_total": "Times that guesses at a request's tokens were checked",
+    "vllm:spec_decode_num_draft_tokens_total": "Tokens that were guessed",
+    "vllm:spec_decode_num_accepted_tokens_total": "Guessed tokens that were right",
     "minisgl:requests_cancelled_total": "Requests given up by their clients",
     "minisgl:requests_retracted_total": "Requests set back for want of pages",
 }
@@ -183,6 +186,9 @@ class ReportedEngine:
             ("vllm:generation_tokens_total", stats.num_generated_tokens),
             ("vllm:prefix_cache_queries_total", scheduler.prefix_queries),
             ("vllm:prefix_cache_hits_total", scheduler.prefix_hits),
+            ("vllm:spec_decode_num_drafts_total", scheduler.num_guessed_steps),
+            ("vllm:spec_decode_num_draft_tokens_total", scheduler.num_guesses),
+            ("vllm:spec_decode_num_accepted_tokens_total", scheduler.num_right_guesses),
             ("minisgl:requests_cancelled_total", stats.num_cancelled),
             ("minisgl:requests_retracted_total", scheduler.num_retractions),
         ):

@@ -25,6 +25,7 @@ _COUNTED: Final[Mapping[str, Callable[[Mapping[str, Any]], float]]] = {
     "vllm:prompt_tokens_total": lambda engine: engine["num_prompt_tokens"],
     "vllm:generation_tokens_total": lambda engine: engine["num_generated_tokens"],
     "vllm:prefix_cache_hits_total": lambda engine: engine["scheduler"]["prefix_hits"],
+    "vllm:spec_decode_num_draft_tokens_total": lambda engine: engine["scheduler"]["num_guesses"],
     "minisgl:requests_cancelled_total": lambda engine: engine["num_cancelled"],
     "minisgl:requests_retracted_total": lambda engine: engine["scheduler"]["num_retractions"],
 }

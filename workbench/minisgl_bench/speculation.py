@@ -1,0 +1,92 @@
+"""`minisgl bench speculation`: what a step that checks guesses costs, beside a plain decode step.
+
+A bias forces one token, so that all guesses are right and each step but the first ones checks as
+many as it may. The same requests then run in an engine that guesses nothing. The ratio of the two
+durations is the number of tokens that a check must give on average to save time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+import click
+import numpy as np
+
+from minisgl_backend.cli.options import POSITIVE_INT, EngineCommand, engine_options
+from minisgl_backend.config import EngineOptions
+from minisgl_backend.request import SamplingParams
+from minisgl_backend.runtime.engine import Engine
+from minisgl_bench.engines import check_batches, engine_facts, running_engine
+from minisgl_bench.prompts import Prompt, num_drawn_ids
+from minisgl_bench.runs import run_engine
+from minisgl_kit.report import Report, json_option
+
+_FORCED: Final = SamplingParams(temperature=0.0, logit_bias=((5, 100.0),))
+_BATCHES: Final = (1, 2, 4, 8)
+
+
+def step_ms(engine: Engine, batch: int, *, prompt_tokens: int, output_tokens: int) -> float:
+    """The mean duration of the steps of ``batch`` requests behind their prompts."""
+    rng = np.random.default_rng()  # no prompt may be in the prefix cache
+    prompts = [
+        Prompt(
+            rng.integers(0, num_drawn_ids(engine.info.vocab_size), prompt_tokens, dtype=np.int32),
+            output_tokens,
+        )
+        for _ in range(batch)
+    ]
+    before = engine.stats().num_steps
+    sinks, _ = run_engine(engine, prompts, _FORCED)
+    num_steps = engine.stats().num_steps - before - 1
+    begun_s = max(sink.times_s[0] for sink in sinks)
+    return 1e3 * (max(sink.times_s[-1] for sink in sinks) - begun_s) / num_steps
+
+
+@click.command(cls=EngineCommand)
+@engine_options
+@click.option(
+    "--batch-size",
+    "batch_sizes",
+    multiple=True,
+    type=POSITIVE_INT,
+    help="requests at once  [default: 1 2 4 8]",
+)
+@click.option("--prompt-tokens", type=POSITIVE_INT, default=500, show_default=True)
+@click.option("--output-tokens", type=POSITIVE_INT, default=800, show_default=True)
+@json_option
+def speculation(
+    options: EngineOptions,
+    batch_sizes: tuple[int, ...],
+    prompt_tokens: int,
+    output_tokens: int,
+    json_path: Path | None,
+) -> None:
+    """Steps that check guesses beside plain ones. Needs --speculative-tokens."""
+    batch_sizes = batch_sizes or _BATCHES
+    if not options.speculative_tokens:
+        raise click.UsageError("--speculative-tokens must be above 0")
+    if max(batch_sizes) > options.speculative_max_rows:
+        raise click.UsageError("--batch-size is at most --speculative-max-rows")
+    check_batches(batch_sizes, options)
+    measured: list[list[float]] = []
+    for of_kind in (options, replace(options, speculative_tokens=0)):
+        with running_engine(of_kind) as (engine, _):
+            lengths = {"prompt_tokens": prompt_tokens, "output_tokens": output_tokens}
+            for batch in batch_sizes:  # compiles the kernels that are left
+                step_ms(engine, batch, **lengths)
+            measured.append([step_ms(engine, batch, **lengths) for batch in batch_sizes])
+            info = engine.info
+    report = Report("steps that check guesses", info=engine_facts(info, options))
+    guesses = options.speculative_tokens
+    for batch, check_ms, plain_ms in zip(batch_sizes, *measured, strict=True):
+        report.add(
+            batch=batch,
+            guesses=guesses,
+            plain_ms=round(plain_ms, 3),
+            check_ms=round(check_ms, 3),
+            tokens_to_gain=round(check_ms / plain_ms, 2),
+            times_as_fast_at_most=round((1 + guesses) * plain_ms / check_ms, 2),
+        )
+    report.write(json_path)

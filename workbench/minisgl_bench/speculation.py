@@ -89,4 +89,4 @@ def speculation(
             tokens_to_gain=round(check_ms / plain_ms, 2),
             times_as_fast_at_most=round((1 + guesses) * plain_ms / check_ms, 2),
         )
-    report.write(json_path)
+    report.emit(json_path)

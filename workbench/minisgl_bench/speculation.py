@@ -18,6 +18,7 @@ from minisgl_backend.cli.options import POSITIVE_INT, EngineCommand, engine_opti
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.request import SamplingParams
 from minisgl_backend.runtime.engine import Engine
+from minisgl_backend.runtime.engine_base import EngineInfo
 from minisgl_bench.engines import check_batches, engine_facts, running_engine
 from minisgl_bench.prompts import Prompt, num_drawn_ids
 from minisgl_bench.runs import run_engine
@@ -27,7 +28,7 @@ _FORCED: Final = SamplingParams(temperature=0.0, logit_bias=((5, 100.0),))
 _BATCHES: Final = (1, 2, 4, 8)
 
 
-def step_ms(engine: Engine, batch: int, *, prompt_tokens: int, output_tokens: int) -> float:
+def step_ms(engine: Engine, batch: int, prompt_tokens: int, output_tokens: int) -> float:
     """The mean duration of the steps of ``batch`` requests behind their prompts."""
     rng = np.random.default_rng()  # no prompt may be in the prefix cache
     prompts = [
@@ -70,17 +71,19 @@ def speculation(
     if max(batch_sizes) > options.speculative_max_rows:
         raise click.UsageError("--batch-size is at most --speculative-max-rows")
     check_batches(batch_sizes, options)
-    measured: list[list[float]] = []
-    for of_kind in (options, replace(options, speculative_tokens=0)):
-        with running_engine(of_kind) as (engine, _):
-            lengths = {"prompt_tokens": prompt_tokens, "output_tokens": output_tokens}
+
+    def measured(options: EngineOptions) -> tuple[EngineInfo, list[float]]:
+        with running_engine(options) as (engine, _):
             for batch in batch_sizes:  # compiles the kernels that are left
-                step_ms(engine, batch, **lengths)
-            measured.append([step_ms(engine, batch, **lengths) for batch in batch_sizes])
-            info = engine.info
+                step_ms(engine, batch, prompt_tokens, output_tokens)
+            steps = [step_ms(engine, batch, prompt_tokens, output_tokens) for batch in batch_sizes]
+            return engine.info, steps
+
+    _, plain = measured(replace(options, speculative_tokens=0))
+    info, checks = measured(options)
     report = Report("steps that check guesses", info=engine_facts(info, options))
     guesses = options.speculative_tokens
-    for batch, check_ms, plain_ms in zip(batch_sizes, *measured, strict=True):
+    for batch, plain_ms, check_ms in zip(batch_sizes, plain, checks, strict=True):
         report.add(
             batch=batch,
             guesses=guesses,

@@ -1,7 +1,7 @@
 """The planner: continuous batching with chunked prefill, shared prefixes and retraction.
 
-``plan`` works by length: it decides from counts alone and needs no token that is not committed. So
-it may run again, any number of times, while the steps planned before are still in flight.
+``plan`` works by length: it decides from counts, looks at tokens only to guess, and needs none that
+is not committed. So it may run again while the steps planned before are still in flight.
 ``commit`` works by value, in the order of the plans. The loop decides whether to overlap the two;
 the tokens of a request are the same either way.
 

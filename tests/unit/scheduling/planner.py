@@ -33,12 +33,16 @@ def make(
     max_prefill_tokens: int = 16,
     num_pages: int = 32,
     reserve_tokens: int = 0,
+    speculative_tokens: int = 0,
+    section: int | None = None,
 ) -> Scheduler:
     config = replace(
         CONFIG,
         max_running_requests=max_running_requests,
         max_prefill_tokens=max_prefill_tokens,
         reserve_tokens=reserve_tokens,
+        speculative_tokens=speculative_tokens,
+        section=section,
     )
     return Scheduler(RadixCache(num_pages, PAGE_SIZE), config)
 

@@ -1,0 +1,407 @@
+"""Guesses at next tokens: how they are made, what is planned with them, and how they are judged."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from minisgl_backend.plan import NO_TOKEN, SampledTokens, StepPlan
+from minisgl_backend.request import (
+    Finished,
+    FinishReason,
+    Grammar,
+    GrammarKind,
+    IntArray,
+    Request,
+    RequestId,
+    SamplingParams,
+    TokenLogprobs,
+)
+from minisgl_backend.scheduling.guesses import Guesses, repeated
+from minisgl_backend.scheduling.running import RunningRows
+from minisgl_backend.scheduling.scheduler import Scheduler
+from minisgl_backend.scheduling.sequence import Sequence
+from tests.unit.scheduling.planner import (
+    broken,
+    commit,
+    failures,
+    make,
+    planned,
+    request,
+    step,
+)
+
+AGAIN = (1, 2, 3, 4, 5, 1, 2)
+"""The end of a prompt: if 3 is sampled after it, the guesses are 4, 5, 1, 2, 3, 4, ..."""
+
+
+def ints(*values: int) -> IntArray:
+    return np.array(values, np.int32)
+
+
+def repeating(
+    number: int, num_prompt_tokens: int = 8, max_tokens: int = 8, **sampling: Any
+) -> Request:
+    """A request whose prompt ends with ``AGAIN``."""
+    one = request(number, num_prompt_tokens, max_tokens, sampling=SamplingParams(**sampling))
+    prompt = one.prompt + 100 * (number + 1)
+    prompt[-len(AGAIN) :] = AGAIN
+    return replace(one, prompt=prompt)
+
+
+def started(*requests: Request, **config: Any) -> Scheduler:
+    """A planner whose requests have their first token, which is 3."""
+    scheduler = make(**{"speculative_tokens": 4, **config})
+    for each in requests:
+        scheduler.add(each)
+    num_started = 0
+    while num_started < len(requests):
+        num_started += len(step(scheduler, 3).request_ids)
+    return scheduler
+
+
+def guessed(plan: StepPlan) -> dict[int, tuple[int, list[int]]]:
+    """For each row with guesses, the position and the tokens of its chunk."""
+    found, ends = {}, np.cumsum(plan.chunks.lengths)
+    for chunk in np.flatnonzero(plan.chunks.have_guesses).tolist():
+        start, end = int(plan.chunks.starts[chunk]), int(ends[chunk])
+        tokens = plan.chunks.tokens[end - plan.chunks.lengths[chunk] : end]
+        assert plan.chunks.num_sampled[chunk] == len(tokens)
+        found[int(plan.chunks.rows[chunk])] = start, tokens.tolist()
+    return found
+
+
+def told(plan: StepPlan) -> list[tuple[int, int, int]]:
+    """The rows, positions and tokens of the plan's last tokens."""
+    last = plan.last_tokens
+    lines = zip(last.rows.tolist(), last.positions.tolist(), last.tokens.tolist(), strict=True)
+    return list(lines)
+
+
+def decoded(plan: StepPlan) -> list[tuple[int, int]]:
+    """The rows and positions of the plan's decodes."""
+    decodes = plan.decodes
+    return list(zip(decodes.rows.tolist(), decodes.positions.tolist(), strict=True))
+
+
+def counted(scheduler: Scheduler) -> tuple[int, int, int]:
+    """How often guesses were checked, their number, and that of the right ones."""
+    stats = scheduler.stats()
+    return stats.num_guessed_steps, stats.num_guesses, stats.num_right_guesses
+
+
+@pytest.mark.parametrize(
+    ("tokens", "most", "expected"),
+    [
+        ((1, 2, 3, 9, 8, 1, 2, 3), 2, [9, 8]),
+        ((1, 2, 3, 9, 8, 1, 2, 3), 1, [9]),
+        ((1, 2, 3, 7, 1, 2, 3, 8, 1, 2, 3), 1, [8]),
+        ((5, 1, 2, 3, 1, 2, 3), 8, [1, 2, 3, 1, 2, 3, 1, 2]),
+        ((1, 2, 3, 9, 1, 2, 3), 7, [9, 1, 2, 3, 9, 1, 2]),
+        ((4, 4, 4, 4), 3, [4, 4, 4]),
+        ((4, 4, 4), 3, []),
+        ((3,), 3, []),
+        ((1, 2, 3, 4, 5, 6), 3, []),
+        ((9, 2, 3, 7, 1, 2, 3), 3, []),
+        ((1, 9, 3, 7, 1, 2, 3), 3, []),
+        ((2, 3, 7, 1, 2, 3), 3, []),
+    ],
+)
+def test_what_followed_the_last_tokens_before(
+    tokens: tuple[int, ...], most: int, expected: list[int]
+) -> None:
+    assert repeated(ints(*tokens), most).tolist() == expected
+
+
+def rows_of(*sampling: SamplingParams) -> RunningRows:
+    """Rows with one token again and again, so that there is always something to guess."""
+    rows = RunningRows(len(sampling))
+    for number, params in enumerate(sampling):
+        one = Request(id=RequestId(number), prompt=ints(*[7] * 8), sampling=params)
+        sequence = Sequence(one, (number, number), one.prompt)
+        sequence.row = rows.take(sequence, num_cached_tokens=0, capacity=1000)
+    return rows
+
+
+def begun(rows: RunningRows, *, most_tokens: int = 8, max_rows: int = 8) -> Guesses:
+    """With the columns of ``rows`` in the order of their sequences."""
+    guesses = Guesses(rows, most_tokens=most_tokens, max_rows=max_rows)
+    for row in range(len(rows.sequences)):
+        guesses.begin(row)
+    return guesses
+
+
+def counts(guesses: Guesses, *rows: int) -> dict[int, int]:
+    """How many guesses each row has."""
+    return {row: len(found) for row, found in guesses.of_rows(ints(*rows)).items()}
+
+
+LONG = SamplingParams(max_tokens=500)
+
+
+def test_wrong_guesses_make_fewer_and_right_ones_all() -> None:
+    guesses = begun(rows_of(LONG, LONG))
+    assert counts(guesses, 0, 1) == {0: 8, 1: 8}
+    for num_guesses, num_right, then in ((8, 2, 5), (5, 1, 3), (3, 3, 8), (8, 7, 8)):
+        guesses.judge(0, num_guesses, num_right)
+        assert counts(guesses, 0, 1) == {0: then, 1: 8}
+
+
+def test_a_row_whose_guesses_were_all_wrong_pauses_and_then_tries_one() -> None:
+    rows = rows_of(LONG)
+    guesses = begun(rows)
+    guesses.judge(0, 8, 0)
+    for _ in range(16):
+        assert counts(guesses, 0) == {}
+        rows.append(ints(0), ints(7))
+    assert counts(guesses, 0) == {0: 1}
+    guesses.judge(0, 1, 1)
+    assert counts(guesses, 0) == {0: 8}
+
+
+def test_a_row_begins_anew_with_each_sequence() -> None:
+    guesses = begun(rows_of(LONG))
+    guesses.judge(0, 8, 0)
+    guesses.begin(0)
+    assert counts(guesses, 0) == {0: 8}
+
+
+def test_nothing_is_guessed_while_many_rows_decode() -> None:
+    guesses = begun(rows_of(LONG, LONG, LONG), max_rows=2)
+    assert counts(guesses, 0, 1, 2) == {}
+    assert counts(guesses, 0, 2) == {0: 8, 2: 8}
+
+
+@pytest.mark.parametrize(
+    "depends",
+    [
+        {"presence_penalty": 0.5},
+        {"frequency_penalty": 0.5},
+        {"repetition_penalty": 1.5},
+        {"grammar": Grammar(GrammarKind.REGEX, "7*")},
+    ],
+)
+def test_nothing_is_guessed_if_a_token_depends_on_all_before_it(depends: dict[str, Any]) -> None:
+    guesses = begun(rows_of(replace(LONG, **depends), LONG))
+    assert counts(guesses, 0, 1) == {1: 8}
+
+
+def test_the_last_token_that_a_row_may_have_is_not_guessed() -> None:
+    rows = rows_of(SamplingParams(max_tokens=4))
+    guesses = begun(rows)
+    for count in (3, 2, 1, None):
+        assert counts(guesses, 0) == ({} if count is None else {0: count})
+        rows.append(ints(0), ints(7))
+
+
+def test_a_row_gets_its_right_guesses_and_the_token_after_them() -> None:
+    scheduler = started(repeating(0, max_tokens=20))
+    plan = planned(scheduler)
+    assert guessed(plan) == {0: (8, [3, 4, 5, 1, 2])}
+    assert not decoded(plan) and not told(plan)
+    result = commit(scheduler, plan, (4, 5, 1, 2, 3))
+    assert result.request_ids == [0] * 5
+    assert result.token_ids.tolist() == [4, 5, 1, 2, 3]
+    plan = planned(scheduler)
+    assert guessed(plan) == {0: (13, [3, 4, 5, 1, 2])}
+    assert not told(plan), "a chunk holds the last token itself"
+
+
+@pytest.mark.parametrize(
+    ("sampled", "num_right"), [((4, 5, 9, 2, 3), 2), ((4, 9, 1, 2, 3), 1), ((9, 5, 1, 2, 3), 0)]
+)
+def test_what_is_sampled_after_a_wrong_guess_is_dropped(
+    sampled: tuple[int, ...], num_right: int
+) -> None:
+    scheduler = started(repeating(0, max_tokens=20))
+    result = step(scheduler, sampled)
+    kept = list(sampled[: num_right + 1])
+    assert result.token_ids.tolist() == kept and not result.ended
+    assert counted(scheduler) == (1, 4, num_right)
+    at = 9 + num_right
+    plan = planned(scheduler)
+    assert not guessed(plan)
+    assert (decoded(plan), told(plan)) == ([(0, at)], [(0, at, 9)])
+    commit(scheduler, plan)
+    plan = planned(scheduler)
+    assert (decoded(plan), told(plan)) == ([(0, at + 1)], []), "the executor has kept it"
+
+
+def test_guesses_are_counted_over_all_rows_and_steps() -> None:
+    scheduler = started(repeating(0, max_tokens=20), repeating(1, max_tokens=20))
+    step(scheduler, (4, 5, 1, 2, 3, 4, 50, 1, 2, 3))
+    plan = planned(scheduler)
+    assert guessed(plan).keys() == {0}
+    commit(scheduler, plan, (4, 5, 9, 2, 3, 51))
+    assert counted(scheduler) == (3, 12, 7)
+
+
+def test_a_stop_token_among_right_guesses_ends_the_request_there() -> None:
+    scheduler = started(repeating(0, stop_token_ids=(5,)))
+    result = step(scheduler, (4, 5, 1, 2, 3))
+    assert result.request_ids == [0, 0]
+    assert result.token_ids.tolist() == [4, 5]
+    assert result.ended == {0: Finished(FinishReason.STOP, 5)}
+    assert not scheduler.has_work() and scheduler.stats().num_running == 0
+
+
+def test_a_request_ends_with_its_last_token_among_right_guesses() -> None:
+    scheduler = started(repeating(0, max_tokens=4))
+    plan = planned(scheduler)
+    assert guessed(plan) == {0: (8, [3, 4, 5])}
+    result = commit(scheduler, plan, (4, 5, 1))
+    assert result.token_ids.tolist() == [4, 5, 1]
+    assert result.ended == {0: Finished(FinishReason.LENGTH)}
+    assert not scheduler.has_work() and scheduler.stats().num_running == 0
+
+
+def test_nothing_is_planned_until_guesses_are_judged() -> None:
+    scheduler = started(repeating(0), request(1, 4))
+    plan = planned(scheduler)
+    assert guessed(plan)
+    scheduler.add(request(2, 4))
+    assert scheduler.plan() is None
+    commit(scheduler, plan)
+    assert scheduler.plan() is not None
+
+
+def test_a_row_with_something_to_guess_waits_for_its_last_token() -> None:
+    scheduler = make(speculative_tokens=4)
+    prompt = ints(*AGAIN, 3)
+    scheduler.add(replace(request(0, 8), prompt=prompt))
+    first = planned(scheduler)
+    assert scheduler.plan() is None
+    commit(scheduler, first, 4)
+    assert guessed(planned(scheduler)) == {0: (8, [4, 5, 1, 2, 3])}
+
+
+def test_other_rows_overlap_as_ever() -> None:
+    scheduler = make(speculative_tokens=4)
+    scheduler.add(request(0, 8))
+    plans = [planned(scheduler) for _ in range(3)]
+    assert [decoded(plan) for plan in plans] == [[], [(0, 8)], [(0, 9)]]
+
+
+def test_other_rows_decode_beside_guesses() -> None:
+    scheduler = started(repeating(0), request(1, 4))
+    plan = planned(scheduler)
+    assert guessed(plan).keys() == {0}
+    assert decoded(plan) == [(1, 4)]
+    result = commit(scheduler, plan, (4, 5, 9, 2, 3, 77))
+    answers: dict[int, list[int]] = {0: [], 1: []}
+    for request_id, token in zip(result.request_ids, result.token_ids.tolist(), strict=True):
+        answers[request_id].append(token)
+    assert answers == {0: [4, 5, 9], 1: [77]}
+    plan = planned(scheduler)
+    assert (decoded(plan), told(plan)) == ([(0, 11), (1, 5)], [(0, 11, 9)])
+
+
+def test_prompts_begin_beside_guesses_and_share_their_budget() -> None:
+    scheduler = started(repeating(0))
+    scheduler.add(request(1, 20))
+    plan = planned(scheduler)
+    assert plan.chunks.rows.tolist() == [0, 1]
+    assert plan.chunks.lengths.tolist() == [5, 11]
+    assert plan.chunks.num_sampled.tolist() == [5, 0]
+    result = commit(scheduler, plan, (4, 9, 1, 2, 3))
+    assert result.token_ids.tolist() == [4, 9]
+    plan = planned(scheduler)
+    assert (decoded(plan), plan.chunks.starts.tolist()) == ([(0, 10)], [11])
+
+
+@pytest.mark.parametrize(
+    ("num_others", "expected"), [(3, [3, 4, 5, 1]), (5, None)], ids=["one page", "no page"]
+)
+def test_there_are_only_guesses_that_have_pages(
+    num_others: int, expected: list[int] | None
+) -> None:
+    """Of four pages the row has two, and another request one or two."""
+    scheduler = started(repeating(0), request(1, num_others), num_pages=4)
+    plan = planned(scheduler)
+    if expected is None:
+        assert not guessed(plan)
+        assert decoded(plan) == [(0, 8)]
+        assert scheduler.stats().num_retractions == 1
+    else:
+        assert guessed(plan) == {0: (8, expected)}
+        assert decoded(plan) == [(1, num_others)]
+
+
+@pytest.mark.parametrize(("budget", "expected"), [(6, [3, 4, 5, 1, 2]), (3, [3, 4, 5]), (1, None)])
+def test_there_are_only_guesses_within_the_budget(budget: int, expected: list[int] | None) -> None:
+    scheduler = started(repeating(0), max_prefill_tokens=budget)
+    plan = planned(scheduler)
+    assert guessed(plan) == ({} if expected is None else {0: (8, expected)})
+    assert decoded(plan) == ([(0, 8)] if expected is None else [])
+
+
+@pytest.mark.parametrize(("length", "expected"), [(8, [3, 4, 5, 1]), (10, [3, 4]), (11, None)])
+def test_guesses_end_with_a_section(length: int, expected: list[int] | None) -> None:
+    scheduler = started(repeating(0, length), section=12)
+    plan = planned(scheduler)
+    assert guessed(plan) == ({} if expected is None else {0: (length, expected)})
+    assert decoded(plan) == ([(0, length)] if expected is None else [])
+
+
+def test_an_abort_drops_guesses_in_flight() -> None:
+    scheduler = started(repeating(0))
+    plan = planned(scheduler)
+    assert scheduler.abort(RequestId(0))
+    assert scheduler.stats().num_running == 1
+    result = commit(scheduler, plan, (4, 5, 1, 2, 3))
+    assert (result.request_ids, result.ended) == ([], {})
+    assert scheduler.stats().num_running == 0
+    assert broken(scheduler) == set()
+
+
+def test_a_row_may_be_retracted_in_the_step_that_checks_its_guesses() -> None:
+    """It takes the last page, which the first request needs."""
+    scheduler = started(request(0, 4), repeating(1), num_pages=4)
+    plan = planned(scheduler)
+    assert guessed(plan) == {1: (8, [3, 4, 5, 1])}
+    assert not decoded(plan)
+    assert scheduler.stats().num_retractions == 1
+    result = commit(scheduler, plan, (4, 5, 9, 2))
+    assert (result.request_ids, result.token_ids.tolist()) == ([1] * 3, [4, 5, 9])
+    stats = scheduler.stats()
+    assert (stats.num_running, stats.num_waiting) == (1, 1)
+    num_tokens = 4
+    while scheduler.has_work():
+        num_tokens += step(scheduler, 8).request_ids.count(RequestId(1))
+    assert num_tokens == 8
+
+
+@pytest.mark.parametrize("sampled", [(4, NO_TOKEN, 1, 2, 3), (9, 5, NO_TOKEN, 2, 3)])
+def test_a_request_with_guesses_fails_if_any_logits_are_not_finite(
+    sampled: tuple[int, ...],
+) -> None:
+    """After a right guess, and after a wrong one, whose pages it has broken, too."""
+    scheduler = make(speculative_tokens=4)
+    for each in (repeating(0), request(1, 4)):
+        scheduler.add(each)
+    first = planned(scheduler)
+    commit(scheduler, first, (3, 13))
+    plan = planned(scheduler)
+    held = {
+        page for each in (first, plan) for page in each.grants.pages[each.grants.rows == 0].tolist()
+    }
+    assert len(held) == 4
+    result = commit(scheduler, plan, (*sampled, 77))
+    assert (result.request_ids, result.token_ids.tolist()) == ([1], [77])
+    assert failures(result) == [0]
+    assert broken(scheduler) == held
+
+
+def test_each_token_has_its_logprobs() -> None:
+    scheduler = started(repeating(0), request(1, 4))
+    plan = planned(scheduler)
+    logprobs = {index: TokenLogprobs(-float(index), 1) for index in range(6)}
+    tokens = SampledTokens(ints(4, 5, 9, 2, 3, 77), logprobs)
+    result = scheduler.commit(plan, tokens)
+    pairs = zip(result.request_ids, result.token_ids.tolist(), strict=True)
+    found = {pair: result.logprobs[index].logprob for index, pair in enumerate(pairs)}
+    assert found == {(0, 4): 0, (0, 5): -1, (0, 9): -2, (1, 77): -5}
+    assert len(result.logprobs) == 4

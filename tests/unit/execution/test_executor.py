@@ -31,6 +31,7 @@ from minisgl_backend.plan import (
     Copies,
     Decodes,
     Grants,
+    LastTokens,
     Pending,
     PromptChunks,
     SampledTokens,
@@ -103,7 +104,9 @@ def executor(model: Decoder) -> Iterator[ModelExecutor]:
         storage=storage,
         attention=choose_attention(None, setting),
         device=device,
-        limits=ExecutorLimits(max_rows=4, max_sequence_length=32, max_prefill_tokens=32),
+        limits=ExecutorLimits(
+            max_rows=4, max_sequence_length=32, max_prefill_tokens=32, most_guesses=8
+        ),
     )
     yield executor
     executor.close()
@@ -188,10 +191,12 @@ def _admission(
     )
 
 
-def _alone(executor: ModelExecutor, count: int) -> list[int]:
+def _alone(
+    executor: ModelExecutor, count: int, sampling: SamplingParams | None = None
+) -> list[int]:
     """How ``PROMPT`` continues, undisturbed, in row 3."""
     driver = Driver(executor)
-    tokens = _tokens(driver.prefill(3, PROMPT, pages=(20, 21, 22, 23)))
+    tokens = _tokens(driver.prefill(3, PROMPT, pages=(20, 21, 22, 23), sampling=sampling))
     for step in range(count - 1):
         tokens += _tokens(driver.decode((3, len(PROMPT) + step)))
     assert len(set(tokens)) >= min(count, 3)  # otherwise a wrong context could go unnoticed
@@ -215,6 +220,51 @@ def test_chunks_and_decodes_of_several_rows(executor: ModelExecutor) -> None:
     found = [_tokens(step) for step in pending]
     own = [0, 1, 1, 0, 0, 0]  # where row 0 stands among each step's samples
     assert [tokens[index] for tokens, index in zip(found, own, strict=True)] == expected
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(temperature=0.0, num_logprobs=0),
+        SamplingParams(temperature=1.5, top_p=0.9, seed=3),
+        SamplingParams(temperature=1.0, seed=4, logit_bias=((50, 2.0),), num_logprobs=1),
+    ],
+    ids=["greedy", "sampled", "biased"],
+)
+def test_guesses_are_checked_by_what_decoding_samples(
+    executor: ModelExecutor, sampling: SamplingParams
+) -> None:
+    """Two of four are right; then the row is told its last token and decodes on."""
+    expected = _alone(executor, 8, sampling)
+    driver = Driver(executor)
+    assert _tokens(driver.prefill(0, PROMPT, pages=(7, 2, 9, 4), sampling=sampling)) == [
+        expected[0]
+    ]
+    wrong = (expected[3] + 1) % POISON
+    chunk = _chunk(0, 6, (*expected[:3], wrong, 5))
+    step = driver.launch(
+        admissions=(_admission(row=1, num_prompt_tokens=3),),
+        grants=_grants(1, 11, 12, 13),
+        chunks=PromptChunks(
+            rows=np.append(chunk.rows, _ints(1)),
+            starts=np.append(chunk.starts, _ints(0)),
+            lengths=np.append(chunk.lengths, _ints(3)),
+            num_sampled=_ints(5, 1),
+            tokens=np.append(chunk.tokens, _ints(*OTHER)),
+        ),
+    ).tokens()
+    sampled: list[int] = step.token_ids.tolist()
+    assert sampled[:3] == expected[1:4]
+    asked = sampling.num_logprobs is not None
+    assert step.logprobs.keys() == (set(range(5)) if asked else set())
+    told = LastTokens(rows=_ints(0), positions=_ints(9), tokens=_ints(expected[3]))
+    both = _tokens(driver.launch(last_tokens=told, decodes=_decodes((0, 9), (1, 3))))
+    again = _tokens(driver.decode((0, 10), (1, 4)))
+    tokens = [both[0], again[0], *_tokens(driver.decode((0, 11)))]
+    assert tokens == expected[4:7]
+    other = _tokens(driver.prefill(2, OTHER, pages=(15, 16)))
+    other += _tokens(driver.decode((2, 3))) + _tokens(driver.decode((2, 4)))
+    assert [sampled[5], both[1], again[1]] == other
 
 
 def test_a_shared_prefix_is_read_not_written(executor: ModelExecutor) -> None:

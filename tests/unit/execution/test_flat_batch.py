@@ -17,7 +17,7 @@ def ints(*values: int) -> IntArray:
 
 
 def plan_of(chunks: list[tuple[int, int, int, int]], decodes: list[tuple[int, int]]) -> StepPlan:
-    """Chunks of (row, start, length, whether it is the last), and decodes of (row, position)."""
+    """Chunks of (row, start, length, number of samples), and decodes of (row, position)."""
     rows, starts, lengths, num_sampled = zip(*chunks, strict=True) if chunks else ((), (), (), ())
     decode_rows, positions = zip(*decodes, strict=True) if decodes else ((), ())
     return StepPlan(
@@ -45,6 +45,13 @@ def plan_of(chunks: list[tuple[int, int, int, int]], decodes: list[tuple[int, in
             [5, 7, 0, 1],
         ),
         ([], [(2, 9), (0, 0)], [9, 0], [0, 1]),
+        ([(3, 8, 3, 3)], [], [8, 9, 10], [0, 1, 2]),
+        (
+            [(1, 7, 3, 3), (3, 0, 4, 1), (0, 4, 2, 2), (5, 1, 2, 0)],
+            [(2, 9), (4, 30)],
+            [9, 30, 7, 8, 9, 0, 1, 2, 3, 4, 5, 1, 2],
+            [2, 3, 4, 8, 9, 10, 0, 1],
+        ),
     ],
 )
 def test_tokens_and_samples_of_a_step(
@@ -68,6 +75,14 @@ def test_tokens_and_samples_of_a_step(
         8
     }
     assert {flat.chunk_offsets.dtype, flat.chunk_ends.dtype} == {np.dtype(np.int32)}
+
+
+def test_rows_keep_the_samples_of_prompts_and_decodes_but_not_of_guesses() -> None:
+    plan = plan_of([(1, 7, 3, 3), (3, 0, 4, 1), (5, 1, 2, 0)], [(2, 9)])
+    flat = FlatBatch.of(plan)
+    assert flat.sample_rows.tolist() == [1, 1, 1, 3, 2]
+    assert flat.are_kept.tolist() == [False, False, False, True, True]
+    assert FlatBatch.of_decodes(plan.decodes).are_kept.tolist() == [True]
 
 
 def test_an_empty_plan() -> None:

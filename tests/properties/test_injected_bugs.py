@@ -21,14 +21,16 @@ from minisgl_backend.cache.radix_cache import RadixCache
 from minisgl_backend.cache.snapshots import SnapshotCache
 from minisgl_backend.cache.windows import WindowLease, WindowPages
 from minisgl_backend.errors import InvariantError
-from minisgl_backend.plan import Groups
-from minisgl_backend.request import EMPTY, IntArray
+from minisgl_backend.plan import Groups, SampledTokens, StepPlan
+from minisgl_backend.request import EMPTY, IntArray, PromptLogprobs, RequestId
 from minisgl_backend.scheduling.draft import Draft
 from minisgl_backend.scheduling.lifecycle import Lifecycle
+from minisgl_backend.scheduling.report import StepResult
 from minisgl_backend.scheduling.running import RunningRows
+from minisgl_backend.scheduling.scheduler import Scheduler
 from minisgl_backend.scheduling.sequence import Phase, Sequence
 from minisgl_backend.scheduling.state_snapshots import StateSnapshots
-from tests.fakes.harness import Harness, random_setup, run_randomly
+from tests.fakes.harness import Harness, Setup, random_setup, run_randomly, with_guesses
 from tests.properties.effort import examples
 
 NUM_SEEDS = examples(150)
@@ -231,6 +233,43 @@ def window_line_not_written(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(WindowPages, "seat", seat_only)
 
 
+def last_token_not_told(patch: pytest.MonkeyPatch) -> None:
+    """A row decodes after guesses with a token that it has not kept."""
+    patch.setattr(Draft, "tell", lambda self, row, position, token: None)
+
+
+def wrong_guesses_not_taken_back(patch: pytest.MonkeyPatch) -> None:
+    """A row decodes on after all its guesses, the wrong ones included."""
+
+    def go_on(self: RunningRows, row: int) -> None:
+        self.untold[row] = True
+        self.start_decoding(row)
+
+    patch.setattr(RunningRows, "go_on_from_guesses", go_on)
+
+
+def accepted_after_a_wrong_guess(patch: pytest.MonkeyPatch) -> None:
+    """Every guess is taken for the token that was sampled in its place."""
+    take = Scheduler._take_guessed
+
+    def believe(
+        self: Scheduler,
+        plan: StepPlan,
+        tokens: SampledTokens,
+        scored: list[tuple[RequestId, PromptLogprobs]],
+    ) -> StepResult:
+        chunks, believed = plan.chunks, plan.chunks.tokens.copy()
+        ends, sample_ends = np.cumsum(chunks.lengths), np.cumsum(chunks.num_sampled)
+        for chunk in np.flatnonzero(chunks.have_guesses):
+            num_guesses, last = chunks.num_sampled[chunk] - 1, sample_ends[chunk] - 1
+            of_samples = tokens.token_ids[last - num_guesses : last]
+            believed[ends[chunk] - num_guesses : ends[chunk]] = of_samples
+        plan = replace(plan, chunks=replace(chunks, tokens=believed))
+        return take(self, plan, tokens, scored)
+
+    patch.setattr(Scheduler, "_take_guessed", believe)
+
+
 def without_guards(patch: pytest.MonkeyPatch) -> None:
     """Remove the checks that refuse broken bookkeeping, so that only tokens can tell."""
 
@@ -265,14 +304,27 @@ BUGS: dict[Inject, int] = {
     window_line_not_written: 0,
 }
 """Each bug, and the seed that is tried first: one that notices it, so that few others are run."""
+BUGS_OF_GUESSES: dict[Inject, int] = {
+    last_token_not_told: 0,
+    wrong_guesses_not_taken_back: 0,
+    accepted_after_a_wrong_guess: 0,
+}
+"""The same in workloads with guesses."""
+ALL_BUGS = BUGS | BUGS_OF_GUESSES
+
+
+def as_drawn(setup: Setup) -> Setup:
+    """Without guesses."""
+    return setup
 
 
 def noticed(inject: Inject, *, by: tuple[type[Exception], ...], check: bool) -> bool:
     """Whether a workload of some seed fails with one of the errors; others do not count."""
-    for seed in (BUGS[inject], *range(NUM_SEEDS)):
+    changed = with_guesses if inject in BUGS_OF_GUESSES else as_drawn
+    for seed in (ALL_BUGS[inject], *range(NUM_SEEDS)):
         rng = random.Random(seed)
         try:
-            run_randomly(Harness(random_setup(rng)), rng, check=check)
+            run_randomly(Harness(changed(random_setup(rng))), rng, check=check)
         except by:
             return True
         except (InvariantError, IndexError, KeyError):
@@ -280,19 +332,20 @@ def noticed(inject: Inject, *, by: tuple[type[Exception], ...], check: bool) -> 
     return False
 
 
-def test_without_a_bug_all_workloads_pass() -> None:
+@pytest.mark.parametrize("changed", [as_drawn, with_guesses])
+def test_without_a_bug_all_workloads_pass(changed: Callable[[Setup], Setup]) -> None:
     for seed in range(NUM_SOUND_SEEDS):
         rng = random.Random(seed)
-        run_randomly(Harness(random_setup(rng)), rng, check=True)
+        run_randomly(Harness(changed(random_setup(rng))), rng, check=True)
 
 
-@pytest.mark.parametrize("inject", BUGS, ids=lambda inject: inject.__name__)
+@pytest.mark.parametrize("inject", ALL_BUGS, ids=lambda inject: inject.__name__)
 def test_a_check_or_the_oracle_notices(inject: Inject, monkeypatch: pytest.MonkeyPatch) -> None:
     inject(monkeypatch)
     assert noticed(inject, by=(AssertionError, InvariantError), check=True)
 
 
-@pytest.mark.parametrize("inject", BUGS, ids=lambda inject: inject.__name__)
+@pytest.mark.parametrize("inject", ALL_BUGS, ids=lambda inject: inject.__name__)
 def test_the_oracle_alone_notices(inject: Inject, monkeypatch: pytest.MonkeyPatch) -> None:
     without_guards(monkeypatch)
     inject(monkeypatch)

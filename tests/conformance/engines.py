@@ -108,6 +108,7 @@ class TinyEngine(AbstractContextManager["TinyEngine"]):
         scored_at_once: int = 1024,
         takes_masks: bool = False,
         reserve_tokens: int = 256,
+        speculative_tokens: int = 0,
         adapter_slots: AdapterSlots | None = None,
         adapter_store: AdapterStore | None = None,
     ):
@@ -182,6 +183,7 @@ class TinyEngine(AbstractContextManager["TinyEngine"]):
                 chunk_graph_sizes=chunk_graph_sizes,
                 scored_at_once=scored_at_once,
                 takes_masks=takes_masks,
+                most_guesses=speculative_tokens * MAX_ROWS,
             ),
             adapter_slots=adapter_slots,
             adapter_store=adapter_store,
@@ -193,6 +195,8 @@ class TinyEngine(AbstractContextManager["TinyEngine"]):
             num_adapter_slots=0 if adapter_slots is None else adapter_slots.num_slots,
             has_states=states is not None,
             section=shape.section,
+            speculative_tokens=speculative_tokens,
+            speculative_max_rows=MAX_ROWS,
         )
         cache: KVCache = NaiveCache(num_pages, page_size, windows=windows)
         if radix and states is not None:
@@ -214,6 +218,12 @@ class TinyEngine(AbstractContextManager["TinyEngine"]):
     def num_retractions(self) -> int:
         """The retractions of all runs."""
         return self._scheduler.stats().num_retractions
+
+    @property
+    def num_guesses(self) -> tuple[int, int]:
+        """The guesses of all runs, and the right ones among them."""
+        stats = self._scheduler.stats()
+        return stats.num_guesses, stats.num_right_guesses
 
     def run(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -121,6 +122,37 @@ def test_tokens_of_attention_in_sections(
     with ranked_engine(2, checkpoints / "llama4", **OPTIONS) as ranked:
         assert (ranked.engine.info.section, ranked.engine.info.window) == (48, 48)
         check_equal(serve(ranked), of_one_rank("llama4"))
+
+
+def test_guesses_do_not_change_tokens(checkpoints: Path) -> None:
+    """Rows repeat themselves: first greedy ones, whose ranks compare the best of their own logits,
+    then those that sample from three tokens."""
+    few = SamplingParams(
+        max_tokens=40,
+        seed=3,
+        logit_bias=((0, 100.0), (1, 100.0), (2, 100.0)),
+        num_prompt_logprobs=0,
+    )
+    waves = [
+        [SamplingParams(max_tokens=40, temperature=0.0)] * 6,
+        [few, replace(few, temperature=0.0), replace(few, num_logprobs=1)] * 2,
+    ]
+    prompts = some_prompts(6, vocab_size=3)
+    answers = []
+    for size, num_tokens in ((1, 0), (2, 5)):
+        options = {**OPTIONS, "speculative_tokens": num_tokens}
+        with ranked_engine(size, checkpoints / "qwen3", **options) as ranked:
+            num_right, found = 0, list[Answer]()
+            for wave in waves:
+                found += map(ranked.submit, prompts, wave)
+                wait_for_all(found)
+                wait_until(lambda: _all_pages_back(ranked))
+                stats = ranked.engine.stats().scheduler
+                if num_tokens:
+                    assert num_right < stats.num_right_guesses < stats.num_guesses
+                num_right = stats.num_right_guesses
+        answers.append(found)
+    check_equal(*answers)
 
 
 def test_tokens_of_steps_that_do_not_overlap(

@@ -1,0 +1,69 @@
+"""Guesses on a GPU: in steps that are captured and in others, tokens are those without guesses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from minisgl_backend.build import build_engine
+from minisgl_backend.config import EngineOptions
+from minisgl_backend.kernels.dispatch import is_interpreted
+from minisgl_backend.request import IntArray, SamplingParams
+from minisgl_backend.scheduling.report import SchedulerStats
+from minisgl_bench.engines import submitted
+from tests.conformance.checkpoints import CONTEXT, write_checkpoint
+from tests.conformance.engines import prompts_with_shared_prefixes
+from tests.conformance.test_guesses import FEW, GREEDY, SAMPLED
+
+pytestmark = pytest.mark.skipif(is_interpreted(), reason="needs a CUDA device")
+
+SAMPLING = [GREEDY] * 4 + [SAMPLED] * 2
+SEED = 10  # in fp32 the best token is clear, even if attention's GEMMs round to tf32
+
+
+def served(
+    model: Path, prompts: list[IntArray], sampling: list[SamplingParams], **options: Any
+) -> tuple[list[list[int]], SchedulerStats]:
+    """The tokens of all requests, which run at once, and the planner's counts after them."""
+    chosen = {"max_running_requests": 8, "num_pages": 1024, "max_prefill_tokens": 512, **options}
+    engine = build_engine(
+        EngineOptions(
+            model=str(model),
+            device="cuda",
+            dtype="float32",
+            max_sequence_length=CONTEXT,
+            **chosen,
+        )
+    )
+    try:
+        given = zip(prompts, sampling, strict=True)
+        sinks = [submitted(engine, prompt, params) for prompt, params in given]
+        for sink in sinks:
+            sink.wait()
+        return [sink.tokens for sink in sinks], engine.stats().scheduler
+    finally:
+        engine.close(drain_s=0)
+
+
+@pytest.mark.parametrize("case", ["qwen3", "mistral-window", "youtu"])
+def test_tokens_are_those_without_guesses(case: str, tmp_path: Path) -> None:
+    """Of full attention, of windows, whose pages are their own, and of latents."""
+    write_checkpoint(case, tmp_path)
+    drawn = prompts_with_shared_prefixes(
+        vocab_size=len(FEW), longest=60, seed=SEED, count=len(SAMPLING)
+    )
+    prompts = [np.array(FEW, np.int32)[prompt] for prompt in drawn]
+    plain, stats = served(tmp_path, prompts, SAMPLING)
+    assert stats.num_guesses == 0
+    for changed in (
+        {},
+        {"overlap": False},
+        {"cuda_graph_max_batch_size": 0},
+        {"cuda_graph_max_tokens": 0},
+    ):
+        tokens, stats = served(tmp_path, prompts, SAMPLING, speculative_tokens=5, **changed)
+        assert tokens == plain, changed
+        assert 0 < stats.num_right_guesses < stats.num_guesses

@@ -156,6 +156,13 @@ class PromptChunks:
         return self.starts + self.lengths
 
     @property
+    def sample_positions(self) -> IntArray:
+        """The positions of the sampled tokens, chunk after chunk, int32[sum of num_sampled]."""
+        counts = self.num_sampled
+        begins = np.repeat(self.ends + 1 - np.cumsum(counts), counts)
+        return np.asarray(begins + np.arange(len(begins)), np.int32)
+
+    @property
     def have_guesses(self) -> Mask:
         """Which chunks consist of a row's last token and guesses, bool[num_chunks]."""
         return np.asarray(self.num_sampled > 1)
@@ -300,6 +307,11 @@ class StepPlan:
         row occurs once for each of its tokens."""
         of_chunks = np.repeat(self.chunks.rows, self.chunks.num_sampled)
         return np.concatenate([of_chunks, self.decodes.rows])
+
+    @property
+    def sample_positions(self) -> IntArray:
+        """The positions of these tokens."""
+        return np.concatenate([self.chunks.sample_positions, self.decodes.positions + 1])
 
     @property
     def groups_by_index(self) -> Groups:

@@ -55,22 +55,17 @@ class FlatBatch:
         offsets = len(decoding) + np.concatenate([[0], np.cumsum(lengths)])  # [num_chunks + 1]
         chunked = np.arange(offsets[0], offsets[-1])  # flat indices, which become positions
         chunked += np.repeat(chunks.starts - offsets[:-1], lengths)
-        ends, counts = chunks.ends, chunks.num_sampled
-        # samples of chunks, by their distance to the chunk's end: 0 for its last token
-        num_after = np.repeat(np.cumsum(counts), counts) - 1 - np.arange(counts.sum())
+        counts = chunks.num_sampled
+        sampled = chunks.sample_positions - 1 + np.repeat(offsets[:-1] - chunks.starts, counts)
         return cls(
             rows=np.concatenate([decodes.rows, np.repeat(chunks.rows, lengths)], dtype=int),
             positions=np.concatenate([decodes.positions, chunked], dtype=int),
             chunk_rows=chunks.rows,
             chunk_offsets=offsets.astype(np.int32),
-            chunk_ends=ends,
-            sample_indices=np.concatenate(
-                [np.repeat(offsets[1:] - 1, counts) - num_after, decoding], dtype=int
-            ),
+            chunk_ends=chunks.ends,
+            sample_indices=np.concatenate([sampled, decoding], dtype=int),
             sample_rows=plan.sample_rows.astype(np.int64),
-            sample_positions=np.concatenate(
-                [np.repeat(ends, counts) - num_after, decodes.positions + 1], dtype=int
-            ),
+            sample_positions=plan.sample_positions.astype(np.int64),
             are_kept=np.concatenate(
                 [~np.repeat(chunks.have_guesses, counts), np.ones(len(decoding), bool)]
             ),

@@ -18,8 +18,9 @@ from minisgl_backend.cli.main import main
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.request import Event, Finished, Request, RequestId, SamplingParams
 from minisgl_bench.cancel import Bench, Ending, summary
+from minisgl_bench.engines import submitted
 from minisgl_bench.journal import Entry, Journal
-from minisgl_bench.paced import journaled, paced_engine
+from minisgl_bench.paced import journaled, paced_engine, script_of
 from minisgl_check.processes import children_of
 from tests.figures import figures_of
 
@@ -55,6 +56,22 @@ def test_a_journal_is_read_while_it_is_written(tmp_path: Path) -> None:
     assert journal.find(lambda entry: entry.what == "added", since=0, timeout_s=0) == entry
     assert journal.find(lambda entry: entry.what == "added", since=1, timeout_s=0) is None
     journal.close()
+
+
+@pytest.mark.parametrize("num_guesses", [0, 5])
+def test_a_paced_engine_says_its_text_guessed_or_not(num_guesses: int) -> None:
+    options = EngineOptions(cache="naive", speculative_tokens=num_guesses)
+    engine = paced_engine(options, step_s=0.001, text="again and " * 8 + "on")
+    try:
+        sampling = SamplingParams(max_tokens=40, ignore_eos=True)
+        sink = submitted(engine, np.arange(1, 20, dtype=np.int32), sampling)
+        sink.wait()
+        stats = engine.stats().scheduler
+    finally:
+        engine.close(drain_s=0)
+    script = script_of(options.model, "again and " * 8 + "on")
+    assert sink.tokens == np.resize(script, 40).tolist()
+    assert (stats.num_right_guesses > 0) == (num_guesses > 0)
 
 
 def test_a_paced_engine_keeps_a_journal(tmp_path: Path) -> None:

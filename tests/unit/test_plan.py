@@ -14,11 +14,12 @@ from minisgl_backend.plan import (
     Decodes,
     Draws,
     PromptChunks,
+    SampledTokens,
     StepPlan,
     decode_plan,
     encode_plan,
 )
-from minisgl_backend.request import EMPTY, IntArray, RequestId, SamplingParams
+from minisgl_backend.request import EMPTY, IntArray, RequestId, SamplingParams, TokenLogprobs
 
 INT32 = st.integers(-(2**31), 2**31 - 1)
 SIZE = st.integers(0, 2**31 - 1)
@@ -107,4 +108,32 @@ def test_a_sampled_row_is_a_last_chunk_or_decodes() -> None:
         ),
     )
     assert plan.sample_rows.tolist() == [4, 3, 7, 5]
+    assert plan.sample_positions.tolist() == [2, 3, 10, 10]
     assert plan.num_tokens == 8
+
+
+def test_a_row_with_guesses_is_sampled_after_each_token() -> None:
+    plan = StepPlan(
+        step=0,
+        chunks=PromptChunks(
+            rows=np.array([4, 2, 3], dtype=np.int32),
+            starts=np.array([20, 8, 0], dtype=np.int32),
+            lengths=np.array([3, 2, 4], dtype=np.int32),
+            num_sampled=np.array([3, 0, 1], dtype=np.int32),
+            tokens=np.arange(9, dtype=np.int32),
+        ),
+        decodes=Decodes(rows=np.array([7], np.int32), positions=np.array([9], np.int32)),
+    )
+    assert plan.chunks.have_guesses.tolist() == [True, False, False]
+    assert plan.sample_rows.tolist() == [4, 4, 4, 3, 7]
+    assert plan.sample_positions.tolist() == [21, 22, 23, 4, 10]
+
+
+def test_some_samples_keep_what_came_with_them() -> None:
+    logprobs = {index: TokenLogprobs(-float(index), 1) for index in (0, 2, 3)}
+    embeddings = {1: np.ones(2, np.float32), 3: np.zeros(2, np.float32)}
+    tokens = SampledTokens(np.arange(10, 14, dtype=np.int32), logprobs, embeddings=embeddings)
+    found = tokens.at(np.array([3, 1], np.int32))
+    assert found.token_ids.tolist() == [13, 11]
+    assert found.logprobs == {0: logprobs[3]}
+    assert found.embeddings == {0: embeddings[3], 1: embeddings[1]}

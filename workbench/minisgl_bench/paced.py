@@ -69,17 +69,15 @@ class PacedExecutor:
         """Enqueue a step behind the last one."""
         for admission in plan.admissions:
             self._prompts[admission.row] = admission.num_prompt_tokens
-        rows, last = plan.sample_rows, plan.chunks.num_sampled != 0
-        ends = plan.chunks.ends[last]
-        # index of the token that is sampled, counted from the end of the row's prompt
-        positions = np.concatenate([ends, plan.decodes.positions + 1])
-        starts = np.array([self._prompts[row] for row in rows.tolist()], dtype=np.int64)
+        starts = [self._prompts[row] for row in plan.sample_rows.tolist()]
+        # indices of the tokens that are sampled, counted from the end of the row's prompt
+        indices = plan.sample_positions - np.array(starts, dtype=np.int64)
         # steps end on a regular beat, so that planning does not lengthen them
         now_s = time.monotonic()
         if self._due_s + self._step_s < now_s:
             self._due_s = now_s
         self._due_s += self._step_s
-        return _Paced(self._script[(positions - starts) % len(self._script)], self._due_s)
+        return _Paced(self._script[indices % len(self._script)], self._due_s)
 
     def renew(self) -> None:
         """Does nothing: no step breaks."""

@@ -63,6 +63,7 @@ from minisgl_backend.scheduling.sequence import Phase, Precedence, Sequence, by_
 from minisgl_backend.scheduling.waiting import WaitingQueue
 
 _NOT_FINITE: Final = "the model's logits were not finite"
+_NOT_GRANTED: Final = "the cache does not grant the pages that it counts as available"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -280,11 +281,13 @@ class Scheduler:
         end = start + 1 + min(len(guesses), draft.budget - 1)
         if (section := self._config.section) is not None:
             end = min(end, (start // section + 1) * section)
-        while rows.capacity[row] < end and self._life.grow(np.array([row], np.int32), draft):
-            pass
-        end = min(end, int(rows.capacity[row]))
-        if end < start + 2:
+        most_pages = self._life.room.most_rows
+        end = min(end, int(rows.capacity[row]) + most_pages * self._cache.page_size)
+        if end < start + 2:  # and is granted nothing, since it may still be retracted at once
             return
+        while rows.capacity[row] < end:
+            if not self._life.grow(np.array([row], np.int32), draft):
+                raise InvariantError(_NOT_GRANTED)
         last = rows.known(row)[-1:]
         tokens = np.concatenate([last, guesses[: end - start - 1]])
         rows.plan_guesses(row, end)
@@ -313,7 +316,7 @@ class Scheduler:
                 coming = coming.with_more(self._life.gain(victim))
         first = [sequence.row for sequence in needy[: self._life.room.most_rows]]
         if first and not self._life.grow(np.array(first, dtype=np.int32), draft):
-            raise InvariantError("the cache does not grant the pages that it counts as available")
+            raise InvariantError(_NOT_GRANTED)
 
     def _plan_prefills(self, draft: Draft, *, admit: bool) -> None:
         """Prefill running and, with ``admit``, waiting sequences, all in order of precedence.

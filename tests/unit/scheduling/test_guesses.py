@@ -374,6 +374,24 @@ def test_a_row_may_be_retracted_in_the_step_that_checks_its_guesses() -> None:
     assert num_tokens == 8
 
 
+def test_a_row_that_has_no_guesses_after_all_is_granted_nothing() -> None:
+    """The first row's guesses use up the budget, and the plan gives up the last row. It could not
+    release a row and grant it a page."""
+    scheduler = started(
+        repeating(0, max_tokens=24),
+        request(1, 4),
+        repeating(2),
+        max_prefill_tokens=20,
+        speculative_tokens=18,
+        num_pages=11,
+    )
+    plan = planned(scheduler)
+    assert guessed(plan).keys() == {0}
+    assert decoded(plan) == [(1, 4)]
+    assert plan.released_rows.tolist() == [2]
+    assert set(plan.grants.rows.tolist()) == {0, 1}
+
+
 @pytest.mark.parametrize("sampled", [(4, NO_TOKEN, 1, 2, 3), (9, 5, NO_TOKEN, 2, 3)])
 def test_a_request_with_guesses_fails_if_any_logits_are_not_finite(
     sampled: tuple[int, ...],

@@ -255,6 +255,7 @@ def test_guesses_are_checked_by_what_decoding_samples(
     ).tokens()
     sampled: list[int] = step.token_ids.tolist()
     assert sampled[:3] == expected[1:4]
+    assert int(executor.stages.rows.table.tokens[0]) == expected[0], "none of them is kept"
     asked = sampling.num_logprobs is not None
     assert step.logprobs.keys() == (set(range(5)) if asked else set())
     told = LastTokens(rows=_ints(0), positions=_ints(9), tokens=_ints(expected[3]))

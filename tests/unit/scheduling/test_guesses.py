@@ -15,6 +15,7 @@ from minisgl_backend.request import (
     Grammar,
     GrammarKind,
     IntArray,
+    PromptLogprobs,
     Request,
     RequestId,
     SamplingParams,
@@ -248,6 +249,32 @@ def test_a_stop_token_among_right_guesses_ends_the_request_there() -> None:
     assert not scheduler.has_work() and scheduler.stats().num_running == 0
 
 
+def test_a_stop_token_before_min_tokens_is_a_guess_like_others() -> None:
+    scheduler = started(repeating(0, max_tokens=20, stop_token_ids=(5,), min_tokens=3))
+    assert step(scheduler, (4, 5, 1, 2, 3)).token_ids.tolist() == [4, 5, 1, 2, 3]
+    result = step(scheduler, (4, 5, 1, 2, 3))
+    assert result.token_ids.tolist() == [4, 5]
+    assert result.ended == {0: Finished(FinishReason.STOP, 5)}
+
+
+def test_a_row_is_judged_by_its_last_guesses() -> None:
+    scheduler = started(repeating(0, max_tokens=40), repeating(1, max_tokens=40))
+    step(scheduler, (9, 5, 1, 2, 3, 4, 9, 1, 2, 3))
+    for token in (1, 2, 3):
+        step(scheduler, token)
+    assert guessed(planned(scheduler)) == {1: (13, [3, 4, 9, 1])}, "the first row pauses"
+
+
+def test_a_token_that_was_not_told_leaves_with_its_request() -> None:
+    scheduler = started(repeating(0))
+    step(scheduler, (9, 5, 1, 2, 3))
+    assert scheduler.abort(RequestId(0))
+    scheduler.add(request(1, 4))
+    step(scheduler)
+    plan = planned(scheduler)
+    assert (decoded(plan), told(plan)) == ([(0, 4)], [])
+
+
 def test_a_request_ends_with_its_last_token_among_right_guesses() -> None:
     scheduler = started(repeating(0, max_tokens=4))
     plan = planned(scheduler)
@@ -310,6 +337,29 @@ def test_prompts_begin_beside_guesses_and_share_their_budget() -> None:
     assert result.token_ids.tolist() == [4, 9]
     plan = planned(scheduler)
     assert (decoded(plan), plan.chunks.starts.tolist()) == ([(0, 10)], [11])
+
+
+def test_prompts_are_scored_and_embedded_beside_guesses() -> None:
+    scheduler = started(repeating(0))
+    asked = SamplingParams(num_prompt_logprobs=0, embed=True)
+    scheduler.add(request(1, 3, max_tokens=0, sampling=asked))
+    plan = planned(scheduler)
+    vector, nothing = np.ones(2, np.float32), np.empty((2, 0))
+    scores = PromptLogprobs(
+        ints(1, 2),
+        np.array([-1, -2], np.float32),
+        ints(1, 1),
+        nothing.astype(np.int32),
+        nothing.astype(np.float32),
+    )
+    tokens = SampledTokens(
+        ints(4, 9, 1, 2, 3, 77), prompt_logprobs=(scores,), embeddings={5: vector}
+    )
+    result = scheduler.commit(plan, tokens)
+    assert (result.request_ids, result.token_ids.tolist()) == ([0, 0], [4, 9])
+    assert result.scored == [(1, scores)]
+    assert result.embedded == [(1, vector)]
+    assert result.ended == {1: Finished(FinishReason.LENGTH)}
 
 
 @pytest.mark.parametrize(

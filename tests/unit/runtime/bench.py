@@ -132,11 +132,16 @@ class Bench:
         max_queued_tokens: int = 1000,
         eos: tuple[int, ...] = (),
         max_queue_time_s: float | None = None,
+        speculative_tokens: int = 0,
     ) -> None:
         self.model = model or Model(vocabulary=100)
         self.executor = GatedExecutor(self.model)
         cache = RadixCache(NUM_PAGES, PAGE_SIZE)
-        config = SchedulerConfig(max_running_requests=max_running, max_prefill_tokens=16)
+        config = SchedulerConfig(
+            max_running_requests=max_running,
+            max_prefill_tokens=16,
+            speculative_tokens=speculative_tokens,
+        )
         self.info = engine_info(
             vocab_size=self.model.vocabulary,
             eos_token_ids=eos,

@@ -55,6 +55,23 @@ def test_every_request_gets_its_tokens_and_one_ending(overlap: bool) -> None:
 
 
 @pytest.mark.parametrize("overlap", [True, False])
+def test_guesses_bring_several_tokens_at_once(overlap: bool) -> None:
+    """There are only two tokens, so that many guesses are right."""
+    it = Bench(overlap=overlap, max_queued=100, model=Model(vocabulary=2), speculative_tokens=5)
+    requests = [it.request([0, 1] * 5, seed=seed, max_tokens=40) for seed in range(20)]
+    sinks = [it.submit(request) for request in requests]
+    for request, sink in zip(requests, sinks, strict=True):
+        assert sink.ending() == Finished(FinishReason.LENGTH)
+        assert sink.tokens == expected_tokens(request, it.model)
+        marks = [event.is_last for event in sink.events if isinstance(event, Generated)]
+        assert marks == [False] * 39 + [True]
+    it.engine.close(drain_s=0)
+    stats = it.engine.stats()
+    assert stats.num_generated_tokens == 20 * 40
+    assert 0 < stats.scheduler.num_right_guesses < stats.scheduler.num_guesses
+
+
+@pytest.mark.parametrize("overlap", [True, False])
 def test_generated_tokens_are_those_of_answers(overlap: bool) -> None:
     """Not what rows sample for nothing: after a stop token, and for a prompt alone."""
     it = Bench(overlap=overlap, max_queued=100)

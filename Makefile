@@ -20,9 +20,9 @@ RESOLVE_DEV = $(RESOLVE) pyproject.toml --extra dev
 
 FUZZ := $(addprefix tests/properties/test_,wire_fuzz.py gateway_fuzz.py detokenizer_chunking.py)
 MINUTES := 10
-# Only two of them start servers (tests/conftest.py), which often wait; ARGS='-n 0' runs the tests in one process, as a
-# debugger needs it.
-WORKERS := 3
+# Only two of them start servers (tests/conftest.py), which often wait, and the others leave the processors to those;
+# ARGS='-n 0' runs the tests in one process, as a debugger needs it.
+WORKERS := 4
 
 .PHONY: help install serve test coverage fuzz lint types format check nightly constraints docs clean
 .DEFAULT_GOAL := help

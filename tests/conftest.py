@@ -10,6 +10,7 @@ the same each time; the nightly one draws new examples and prints how to reprodu
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import signal
@@ -33,13 +34,10 @@ from minisgl_bench.perf_analyzer_binary import find_perf_analyzer
 from tests.fakes import pb_utils
 from tests.server.conftest import paced_repository, running
 
+_ROOT: Final = Path(__file__).parents[1]
 _SHARING: Final = "tests/gateway/"
-_WITHOUT_SERVERS: Final = tuple(
-    f"tests/{folder}/"
-    for folder in "conformance grammar llm parallel properties replicas unit".split()
-)
-"""Folders whose tests start no tritonserver."""
 _MOST_SERVING: Final = 2
+_NICENESS: Final = 5
 sys.modules["triton_python_backend_utils"] = pb_utils
 # models this small run fastest on one thread, whatever else the machine does
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -66,11 +64,11 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
 class _ByFileScheduling(LoadFileScheduling):  # type: ignore[misc]  # it has no types
-    """Gives each worker a file at a time, files that may start servers to two workers only.
+    """Gives each worker a file at a time, files that start servers to two workers only.
 
-    More starts of tritonserver at once hang now and then. All gateway files go to one worker:
-    otherwise each would start the five servers that these files share. They come first, since they
-    take longest, and what needs no server comes last, since any worker can take it.
+    More starts of tritonserver at once hang now and then. All gateway files that need servers go to
+    one worker: otherwise each would start the five servers that these files share. They come first,
+    since they take longest, and what needs no server comes last, since any worker can take it.
     """
 
     def __init__(self, config: pytest.Config, log: xdist.remote.Producer) -> None:
@@ -78,12 +76,13 @@ class _ByFileScheduling(LoadFileScheduling):  # type: ignore[misc]  # it has no 
         self._serving: list[WorkerController] = []
 
     def _split_scope(self, nodeid: str) -> str:
-        return _SHARING if nodeid.startswith(_SHARING) else str(super()._split_scope(nodeid))
+        file = str(super()._split_scope(nodeid))
+        return _SHARING if file.startswith(_SHARING) and _serves(file) else file
 
     def _assign_work_unit(self, node: WorkerController) -> None:
         scope = self._next_for(node)
         if scope is not None:
-            if _may_serve(scope) and node not in self._serving:
+            if _serves(scope) and node not in self._serving:
                 self._serving.append(node)
             self.workqueue.move_to_end(scope, last=False)  # from where the next one is taken
             super()._assign_work_unit(node)
@@ -104,12 +103,15 @@ class _ByFileScheduling(LoadFileScheduling):  # type: ignore[misc]  # it has no 
     def _next_for(self, node: WorkerController) -> str | None:
         """The file that a worker gets next; None if there is none for it."""
         may_serve = node in self._serving or len(self._serving) < _MOST_SERVING
-        scopes = [scope for scope in self.workqueue if may_serve or not _may_serve(scope)]
-        return min(scopes, key=lambda it: (it != _SHARING, not _may_serve(it)), default=None)
+        scopes = [scope for scope in self.workqueue if may_serve or not _serves(scope)]
+        return min(scopes, key=lambda it: (it != _SHARING, not _serves(it)), default=None)
 
 
-def _may_serve(scope: str) -> bool:
-    return not scope.startswith(_WITHOUT_SERVERS)
+@functools.cache
+def _serves(scope: str) -> bool:
+    """Whether a file has tests with the mark ``server``. All of its folder have it."""
+    is_in_folder = scope == _SHARING or scope.startswith("tests/server/")
+    return is_in_folder or "mark.server" in (_ROOT / scope).read_text("utf-8")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -130,10 +132,16 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup() -> None:
-    """A test's random tensors do not depend on which tests ran before it in the same worker."""
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """A test's random tensors do not depend on which tests ran before it in the same worker.
+
+    A worker that has come to files without servers leaves the processors to the others: a start of
+    tritonserver fails if it gets none for a second.
+    """
     if torch := sys.modules.get("torch"):
         torch.manual_seed(0)
+    if "PYTEST_XDIST_WORKER" in os.environ and not _serves(item.nodeid.split("::")[0]):
+        os.nice(max(0, _NICENESS - os.nice(0)))
 
 
 @pytest.hookimpl(optionalhook=True)

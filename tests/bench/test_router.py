@@ -88,7 +88,7 @@ def test_the_least_time_of_each_decision_counts(
 
 def test_the_command_compares_the_rules(tmp_path: Path) -> None:
     path = tmp_path / "figures.json"
-    arguments = ["--engines", "2", "--seconds", "2", "--json", str(path)]
+    arguments = ["--engines", "2", "--seconds", "1", "--json", str(path)]
     result = CliRunner().invoke(bench.router, arguments)
     assert result.exit_code == 0, result.output
     rows = json.loads(path.read_text(encoding="utf-8"))["rows"]

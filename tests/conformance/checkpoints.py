@@ -1664,7 +1664,7 @@ def write_broad_gemma_checkpoint(folder: Path) -> Any:
     return _saved(model, folder)
 
 
-def write_broad_experts_checkpoint(folder: Path) -> Any:
+def write_broad_experts_checkpoint(folder: Path, *, num_experts: int = 128) -> Any:
     """A Qwen3-MoE in sizes that Hopper's kernels take; its routers are sure of their choices."""
     model: Any = _qwen3_moe(
         hidden_size=512,
@@ -1672,17 +1672,18 @@ def write_broad_experts_checkpoint(folder: Path) -> Any:
         num_attention_heads=8,
         num_key_value_heads=4,
         head_dim=64,
-        num_experts=128,
+        num_experts=num_experts,
         num_experts_per_tok=8,
     )
     draw(model, seed=98, spread=0.06)
     return _saved(_surer(model), folder)
 
 
-def write_broad_olmoe_checkpoint(folder: Path) -> Any:
+def write_broad_olmoe_checkpoint(folder: Path, *, num_experts: int = 128) -> Any:
     """The same of an OLMoE, whose queries and keys are normalized over all heads."""
     sizes = {"hidden_size": 512, "intermediate_size": 256, "num_key_value_heads": 4}
-    model: Any = _olmoe(**sizes, num_attention_heads=8, num_experts=128, num_experts_per_tok=8)
+    experts = {"num_experts": num_experts, "num_experts_per_tok": 8}
+    model: Any = _olmoe(**sizes, **experts, num_attention_heads=8)
     draw(model, seed=98, spread=0.06)
     return _saved(_surer(model), folder)
 
@@ -1721,7 +1722,9 @@ def write_checkpoint_of_eight_heads(folder: Path) -> Any:
     return _saved(model, folder)
 
 
-def write_broad_hybrid_checkpoint(folder: Path, *, experts: bool = False) -> Any:
+def write_broad_hybrid_checkpoint(
+    folder: Path, *, experts: bool = False, num_experts: int = 128
+) -> Any:
     """A Qwen3.5 with the head sizes of the publisher's models, or a mixture of experts with the
     same head sizes, in sizes that Hopper's kernels take."""
     sizes = {
@@ -1741,7 +1744,7 @@ def write_broad_hybrid_checkpoint(folder: Path, *, experts: bool = False) -> Any
     of_experts = {
         "moe_intermediate_size": 256,
         "shared_expert_intermediate_size": 256,
-        "num_experts": 128,
+        "num_experts": num_experts,
         "num_experts_per_tok": 8,
     }
     model = _qwen3_5_moe(**sizes, **of_experts)

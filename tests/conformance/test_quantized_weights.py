@@ -24,7 +24,7 @@ from tests.conformance.test_ranks import logits_of_prompt
 from tests.conformance.test_tokens_equal_transformers import GREEDY, Answers
 from tests.parallel.threads import on_ranks
 
-NUM_REQUESTS: Final = 24
+NUM_REQUESTS: Final = 9
 
 
 @dataclass(frozen=True)

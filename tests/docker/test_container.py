@@ -11,6 +11,7 @@ import sys
 import urllib.request
 from pathlib import Path
 
+import pytest
 import yaml
 
 from minisgl_backend.server.process import TritonServer
@@ -19,6 +20,8 @@ from tests.docker.dockerfile import stages, texts
 from tests.docker.test_healthcheck import check
 from tests.server.client import PATIENCE_S, wait_for
 from tests.server.test_serve import PORTS, lines_until, serve
+
+pytestmark = pytest.mark.server
 
 
 def answers(url: str | urllib.request.Request) -> bool:

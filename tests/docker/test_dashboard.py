@@ -16,6 +16,8 @@ from tests.docker.conftest import DOCKER, metrics_of
 from tests.docker.promql import ADDED, filled_in, missing, selectors, series
 from tests.server.client import Metrics, wait_for
 
+pytestmark = pytest.mark.server
+
 DASHBOARD: Final = json.loads((DOCKER / "grafana/dashboards/minisgl.json").read_text("utf-8"))
 PANELS: Final = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
 RULES: Final = [

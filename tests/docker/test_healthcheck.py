@@ -23,6 +23,7 @@ def check(url: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
 
 
+@pytest.mark.server
 def test_a_server_that_makes_a_token_is_well(server: TritonServer) -> None:
     before = Metrics(server)["vllm:generation_tokens_total"]
     done = check(server.url())

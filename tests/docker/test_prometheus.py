@@ -24,6 +24,8 @@ from tests.docker.promql import filled_in
 from tests.docker.test_dashboard import PANELS, RULES
 from tests.server.client import PATIENCE_S, wait_for
 
+pytestmark = pytest.mark.server
+
 POD = "minisgl-replicas-7d9f8-x2x4q"
 
 

@@ -18,6 +18,8 @@ from tests.docker.conftest import tool
 from tests.docs.markdown import Call, Page
 from tests.docs.test_docs import ROOT
 
+pytestmark = pytest.mark.server
+
 README: Final = Page(ROOT / "README.md")
 CURLS: Final = [call for call in README.calls if "curl" in call.command]
 

@@ -71,16 +71,20 @@ class Served:
         return self.client.chat.completions.create(**{"max_tokens": 150, **asked, **fields})
 
 
+def by_night(family: str, *marks: str) -> Any:
+    return pytest.param((family, marks), marks=pytest.mark.nightly)
+
+
 @pytest.fixture(
     scope="module",
     params=[
         ("QWEN2_5", ("<tool_call>", "</tool_call>")),
         ("QWEN3_CODER", ("<tool_call>", "</tool_call>")),
-        ("LLAMA_3_1", ("<|python_tag|>",)),
+        by_night("LLAMA_3_1", "<|python_tag|>"),
         ("MISTRAL_V13", ("[TOOL_CALLS]", "[ARGS]")),
         ("GEMMA_4", GEMMA),
-        ("LFM_2", ("<|tool_call_start|>", "<|tool_call_end|>")),
-        ("COMMAND_R7B", COMMAND),
+        by_night("LFM_2", "<|tool_call_start|>", "<|tool_call_end|>"),
+        by_night("COMMAND_R7B", *COMMAND),
         None,
     ],
     ids=lambda param: param[0] if param else "PLAIN",
@@ -88,6 +92,7 @@ class Served:
 def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
+    """Each with a server of its own; ``test_dialects`` tries all of them without one."""
     if request.param is None:  # the demo model's own template takes no tools
         gateway: Gateway = request.getfixturevalue("gateway")
         with OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as client:

@@ -95,6 +95,7 @@ def homes_of(servers: list[TritonServer], gateway: Gateway, *, least: int) -> di
     return homes
 
 
+@pytest.mark.server
 def test_conversations_stay_and_outlive_their_server(
     pair: tuple[list[TritonServer], Gateway],
 ) -> None:
@@ -128,6 +129,7 @@ def test_conversations_stay_and_outlive_their_server(
     assert "gets no requests for now" in gateway.log.read_text()
 
 
+@pytest.mark.server
 def test_a_tritonserver_that_was_told_to_end_refuses_and_others_answer(
     pair: tuple[list[TritonServer], Gateway],
 ) -> None:
@@ -156,6 +158,7 @@ def test_a_tritonserver_that_was_told_to_end_refuses_and_others_answer(
         assert '"error"' in "".join(texts)
 
 
+@pytest.mark.server
 def test_a_silent_server_costs_no_request_that_had_not_begun(
     pair: tuple[list[TritonServer], Gateway],
 ) -> None:
@@ -200,6 +203,7 @@ def test_a_silent_server_costs_no_request_that_had_not_begun(
     wait_for(lambda: home_of(servers, gateway, content) == 1, "its requests")
 
 
+@pytest.mark.server
 def test_a_killed_server_costs_no_request_that_had_not_begun(
     pair: tuple[list[TritonServer], Gateway],
 ) -> None:

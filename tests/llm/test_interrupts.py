@@ -18,7 +18,7 @@ from minisgl_backend.offline.call import Mailbox
 from minisgl_backend.offline.submitter import CallQueue
 
 _AT_EVERY_POINT = """
-import concurrent.futures, sys, threading
+import concurrent.futures, sys, threading, time
 from pathlib import Path
 import minisgl_backend
 from minisgl_backend import LLM
@@ -58,7 +58,7 @@ with LLM(num_pages=512, **{options}) as llm:
         finally:
             sys.settrace(None)
         while llm.stats().num_open:
-            pass
+            time.sleep(0.001)
     assert [one.text for one in outputs] == [one.text for one in expected]
 print(num_points > 100)
 """

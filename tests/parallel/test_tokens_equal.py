@@ -84,7 +84,7 @@ def test_tokens_of_whole_experts(
 @pytest.mark.parametrize(
     ("size", "case"),
     [
-        (4, "qwen3-moe"),
+        pytest.param(4, "qwen3-moe", marks=pytest.mark.nightly),
         pytest.param(4, "eight-heads", marks=pytest.mark.nightly),
         pytest.param(8, "eight-heads", marks=pytest.mark.nightly),
     ],

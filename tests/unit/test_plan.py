@@ -80,7 +80,7 @@ def assert_same(a: object, b: object) -> None:
         assert type(a) is type(b)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(plans(), st.integers(0, 5))
 def test_decoding_undoes_encoding_but_for_what_says_how_to_sample(
     plan: StepPlan, num_spare_words: int

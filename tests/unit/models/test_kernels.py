@@ -98,6 +98,7 @@ CPU = torch.device("cpu")
 PAGE_SIZE = 4
 NUM_PAGES = 32
 MAX_RANK = 16
+NUM_EXPERTS = 16
 Prompt: TypeAlias = tuple[Tensor, Tensor, Tensor]
 
 
@@ -572,7 +573,7 @@ def test_packed_weights_are_computed_by_kernels(
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], tuple[Path, Prompt]]:
-    """The folder of a case's checkpoint, and a prompt of 5 or 40 tokens; the largest takes 800 MB,
+    """The folder of a case's checkpoint, and a prompt of 5 or 40 tokens; the largest takes 110 MB,
     so each is written once."""
 
     @functools.cache
@@ -952,15 +953,16 @@ def test_layers_with_biases_on_tensor_cores(length: int, size: int, tmp_path: Pa
 
 def write(case: str, folder: Path) -> Any:
     if case.startswith("broad-hybrid"):
-        return write_broad_hybrid_checkpoint(folder, experts=case.endswith("experts"))
+        has_experts = case.endswith("experts")
+        return write_broad_hybrid_checkpoint(folder, experts=has_experts, num_experts=NUM_EXPERTS)
     if case == "broad-experts":
-        return write_broad_experts_checkpoint(folder)
+        return write_broad_experts_checkpoint(folder, num_experts=NUM_EXPERTS)
     if case == "broad-afmoe":
         return write_broad_afmoe_checkpoint(folder)
     if case == "broad-latents":
         return write_broad_latents_checkpoint(folder)
     if case == "broad-olmoe":
-        return write_broad_olmoe_checkpoint(folder)
+        return write_broad_olmoe_checkpoint(folder, num_experts=NUM_EXPERTS)
     if case != "broad":
         return write_checkpoint(case, folder)
     assert wide_linear.is_faster(40, 512, 512, parts=True)

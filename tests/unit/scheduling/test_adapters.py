@@ -86,7 +86,7 @@ class AdaptedHarness(Harness):
 @pytest.mark.parametrize("num_slots", [1, 2, 5])
 def test_rows_have_their_adapters_in_random_runs(num_slots: int) -> None:
     loads = 0
-    for seed in range(12):
+    for seed in range(6):
         rng = random.Random(seed)
         harness = AdaptedHarness(random_setup(rng), num_slots, drawn=rng)
         run_randomly(harness, rng, check=True)

@@ -270,5 +270,6 @@ def _limits(
         # on all ranks, though only rank 0 has masks: captured sums need every rank
         takes_masks=options.structured_outputs,
         section=facts.shape.section,
-        most_guesses=options.speculative_tokens * options.speculative_max_rows,
+        most_guesses=options.speculative_tokens
+        * min(options.speculative_max_rows, options.max_running_requests),
     )

@@ -218,13 +218,20 @@ class RunningRows:
         ``guesses`` int32[n]; ``samples`` int32[n + 1], of which the first is sampled after all
         positions that are computed.
         """
-        positions = self.computed[row] + np.arange(len(guesses))
-        is_stop_id = np.isin(samples[:-1], self._stop_ids[row])
-        goes_on = (samples[:-1] == guesses) & ~(is_stop_id & (positions >= self.stop_from[row]))
-        num_right = int(np.argmin(goes_on)) if not goes_on.all() else len(guesses)
-        for token in samples[:num_right, None]:
-            self.append(np.array([row]), token)
-        self.computed[row] += num_right
+        stop_ids = self.sequence(row).request.sampling.stop_token_ids
+        num_right, position = 0, int(self.computed[row])
+        for guess, sample in zip(guesses.tolist(), samples.tolist(), strict=False):
+            if sample != guess or (sample in stop_ids and position >= self.stop_from[row]):
+                break
+            num_right, position = num_right + 1, position + 1
+        self.computed[row] = position
+        begin, end = self._tail_length[row], self._tail_length[row] + num_right
+        if end < _TAIL:
+            self._tail[row, begin:end] = samples[:num_right]
+            self._tail_length[row] = end
+        else:
+            self._parts[row] += [self._tail[row, :begin].copy(), samples[:num_right].copy()]
+            self._tail_length[row] = 0
         return num_right
 
     def known(self, row: int) -> IntArray:

@@ -167,9 +167,11 @@ class Scheduler:
     def plan(self) -> StepPlan | None:
         """The next step, or None if nothing can run now."""
         guesses: Mapping[int, IntArray] = {}
+        if self._has_unjudged:
+            return None
         if self._guesses is not None:
             guesses = self._guesses.of_rows(self._rows.ready_to_decode())
-            if self._has_unjudged or any(self._rows.in_flight[row] for row in guesses):
+            if any(self._rows.in_flight[row] for row in guesses):
                 return None
         draft = Draft(self._config.max_prefill_tokens)
         self._life.begin_plan()

@@ -271,5 +271,5 @@ def _limits(
         takes_masks=options.structured_outputs,
         section=facts.shape.section,
         most_guesses=options.speculative_tokens
-        * min(options.speculative_max_rows, options.max_running_requests),
+        * min(options.speculative_max_requests, options.max_running_requests),
     )

@@ -61,7 +61,7 @@ def build_scheduler(
         section=info.section,
         num_adapter_slots=options.max_loras if options.enable_lora else 0,
         speculative_tokens=options.speculative_tokens,
-        speculative_max_rows=options.speculative_max_rows,
+        speculative_max_requests=options.speculative_max_requests,
     )
     return parts.scheduler(cache, config)
 

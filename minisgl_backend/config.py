@@ -146,7 +146,7 @@ class EngineOptions:
         minimum=0,
         maximum=64,
     )
-    speculative_max_rows: int = option(
+    speculative_max_requests: int = option(
         8, "nothing is guessed while more requests than this decode", minimum=1, maximum=4096
     )
 

@@ -3,14 +3,14 @@
 A ``StepPlan`` says what one forward pass does: which requests take a row, which pages the rows are
 granted, which prompt tokens are prefilled, and which rows decode. With overlap a plan is made
 before the tokens of the running step are known. So the tokens in a plan are committed ones or
-guesses, and the executor itself keeps the last sampled token of each row.
+guesses, and the executor itself keeps the last sampled token of each row, but of rows with guesses.
 
 Must not know tensors, devices, caches or queues. A plan consists of plain numbers, so the other
 tensor-parallel ranks get the very same plan, encoded as 32-bit words.
 
 Invariants: a step computes at least one token; row and page numbers are those of the planner's
 tables; grants are written to the page table before the step computes anything; in a step a row
-decodes or prefills, never both; rows of a group have the same pages there, full of committed
+decodes or has one chunk, never both; rows of a group have the same pages there, full of committed
 positions.
 """
 
@@ -20,23 +20,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate, islice, pairwise
 from operator import attrgetter
-from typing import Any, Final, Protocol, TypeAlias, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from minisgl_backend.request import (
     EMPTY,
     FloatArray,
     IntArray,
+    Mask,
     PromptLogprobs,
     RequestId,
     SamplingParams,
     TokenLogprobs,
 )
 
-T = TypeVar("T")
-Mask: TypeAlias = npt.NDArray[np.bool_]
+_T = TypeVar("_T")
 
 NO_TOKEN: Final = -1
 """In place of a token: the row's logits were not finite."""
@@ -135,7 +134,8 @@ class Copies:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptChunks:
-    """Known tokens to compute, int32[num_chunks]: positions start .. start + length - 1 of a row.
+    """Tokens to compute that are in the plan, int32[num_chunks]: positions start .. start + length
+    - 1 of a row.
 
     ``tokens`` [sum of lengths] holds their tokens, chunk after chunk. ``num_sampled`` is the number
     of the chunk's last positions after which a token is sampled: 0 for a part of a prompt, 1 for a
@@ -289,12 +289,12 @@ class StepPlan:
     broken_window_pages: IntArray = field(default_factory=_none)
     adapters: AdapterMoves = field(default_factory=AdapterMoves)
     copies: Copies = field(default_factory=Copies)
+    last_tokens: LastTokens = field(default_factory=LastTokens)
     admissions: tuple[Admission, ...] = ()
     grants: Grants = field(default_factory=Grants)
     window_grants: Grants = field(default_factory=Grants)
     snapshots: Snapshots = field(default_factory=Snapshots)
     chunks: PromptChunks = field(default_factory=PromptChunks)
-    last_tokens: LastTokens = field(default_factory=LastTokens)
     decodes: Decodes = field(default_factory=Decodes)
     groups: Groups = NO_GROUPS
     scores: Scores = field(default_factory=Scores)
@@ -382,7 +382,8 @@ class SampledTokens:
     ``StepPlan.sample_rows``.
 
     ``logprobs`` and ``embeddings``, float32[hidden_size], are keyed by indices of ``token_ids``:
-    one for each row that asked for logprobs, or whose prompt is embedded and ends in this step.
+    one for each token of a row that asked for logprobs, and for each row whose prompt is embedded
+    and ends in this step.
     ``prompt_logprobs`` has one element for each of the plan's ``scores``, in their order.
     """
 
@@ -400,7 +401,7 @@ class SampledTokens:
         )
 
 
-def _renumbered(of_samples: Mapping[int, T], indices: IntArray) -> Mapping[int, T]:
+def _renumbered(of_samples: Mapping[int, _T], indices: IntArray) -> Mapping[int, _T]:
     """The entries of ``indices``, keyed by their positions in ``indices``."""
     if not of_samples:
         return {}

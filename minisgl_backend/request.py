@@ -26,6 +26,7 @@ RequestId = NewType("RequestId", int)
 TokenId: TypeAlias = int
 IntArray: TypeAlias = npt.NDArray[np.int32]
 FloatArray: TypeAlias = npt.NDArray[np.float32]
+Mask: TypeAlias = npt.NDArray[np.bool_]
 EMPTY: Final = np.empty(0, dtype=np.int32)
 """No tokens, rows or pages."""
 EMPTY.flags.writeable = False

@@ -14,6 +14,7 @@ Must not know models or attention: what is captured is a function of a ``ChunkIn
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -34,9 +35,7 @@ LAST_TOKEN: Final = -1
 """Stands for the token that the row sampled last, which only the device knows."""
 
 _TOKENS_PER_CHUNK: Final = 16
-_FEW_CHUNKS: Final = 16
-"""A graph has room for one chunk per 16 tokens, and for 16 chunks of two; a step with more chunks
-needs a larger graph."""
+"""A graph has room for one chunk per 16 tokens; a step with more chunks needs a larger graph."""
 
 _LEAST_GROUPED: Final = 256
 """The fewest tokens of a step whose groups are worth a graph."""
@@ -82,11 +81,7 @@ def _lengths(num_tokens: int, max_rows: int) -> list[int]:
 
 def max_chunks(num_tokens: int, max_rows: int) -> int:
     """The number of chunks for which a graph of ``num_tokens`` has room."""
-    return min(_room(num_tokens), max_rows)
-
-
-def _room(num_tokens: int) -> int:
-    return max(-(-num_tokens // _TOKENS_PER_CHUNK), min(num_tokens // 2, _FEW_CHUNKS))
+    return min(-(-num_tokens // _TOKENS_PER_CHUNK), max_rows)
 
 
 def fill(num_tokens: int, max_rows: int, batch: FlatBatch, prefill_tokens: IntArray) -> IntArray:
@@ -115,8 +110,8 @@ def fill(num_tokens: int, max_rows: int, batch: FlatBatch, prefill_tokens: IntAr
 
 def fitting(sizes: Sequence[int], batch: FlatBatch) -> Sequence[int]:
     """Those of ``sizes``, ascending, that have room for the tokens and chunks of ``batch``."""
-    num_tokens, num_chunks = len(batch.rows), len(batch.chunk_rows)
-    return [size for size in sizes if size >= num_tokens and _room(size) >= num_chunks]
+    least_for_chunks = (len(batch.chunk_rows) - 1) * _TOKENS_PER_CHUNK + 1
+    return sizes[bisect.bisect_left(sizes, max(len(batch.rows), least_for_chunks)) :]
 
 
 class ChunkGraphs:

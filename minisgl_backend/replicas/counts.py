@@ -30,7 +30,7 @@ class ReplicaCounts:
                 "num_retractions": self.now.scheduler.num_retractions,
                 "prefix_queries": self.now.scheduler.prefix_queries,
                 "prefix_hits": self.now.scheduler.prefix_hits,
-                "num_guessed_steps": self.now.scheduler.num_guessed_steps,
+                "num_checks": self.now.scheduler.num_checks,
                 "num_guesses": self.now.scheduler.num_guesses,
                 "num_right_guesses": self.now.scheduler.num_right_guesses,
             }

@@ -444,6 +444,7 @@ class Loop:
 
 
 def _kind(plan: StepPlan) -> StepKind:
-    if plan.chunks.have_guesses.all():
+    are_guesses = plan.chunks.have_guesses
+    if are_guesses.all():
         return "decode"
-    return "mixed" if len(plan.decodes.rows) else "prefill"
+    return "mixed" if len(plan.decodes.rows) or are_guesses.any() else "prefill"

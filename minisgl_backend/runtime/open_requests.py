@@ -13,7 +13,6 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import count
 
 from minisgl_backend.errors import EngineFailure, MiniSGLError, Overloaded
 from minisgl_backend.request import (
@@ -120,7 +119,7 @@ class OpenRequests:
         for request_id, vector in result.embedded:
             self._deliver(self._open[request_id].sink, Embedded(vector))
         logprobs, ended = result.logprobs, result.ended
-        last = dict(zip(result.request_ids, count(), strict=False)) if ended else {}
+        last = {it: index for index, it in enumerate(result.request_ids) if it in ended}
         for index, (request_id, token_id) in enumerate(
             zip(result.request_ids, result.token_ids.tolist(), strict=True)
         ):
@@ -133,7 +132,7 @@ class OpenRequests:
             buffer = entry.buffer
             if buffer is None or logprobs or request_id in ended:
                 found = logprobs.get(index) if logprobs else None
-                is_last = request_id in ended and last[request_id] == index
+                is_last = last.get(request_id) == index
                 self._deliver(entry.sink, Generated(token_id, found, is_last))
                 continue
             buffer.tokens.append(token_id)

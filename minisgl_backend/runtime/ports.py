@@ -27,7 +27,8 @@ class Scheduler(Protocol):
         """End a request without a result; False if it is not live. Idempotent."""
 
     def plan(self) -> StepPlan | None:
-        """The next step, or None if nothing can run. May be called before the last commit."""
+        """The next step, or None if nothing can run before a step in flight is committed. May be
+        called before the last commit."""
 
     def commit(self, plan: StepPlan, tokens: SampledTokens) -> StepResult:
         """Take the tokens of ``plan``, which is the oldest one that is not committed yet."""

@@ -19,22 +19,22 @@ from minisgl_backend.plan import (
     Grants,
     Groups,
     LastTokens,
-    Mask,
     PromptChunks,
     Scores,
     Snapshots,
     StepPlan,
 )
-from minisgl_backend.request import EMPTY, Adapter, IntArray, TokenId
+from minisgl_backend.request import EMPTY, Adapter, IntArray, Mask
 
 
 class Draft:
-    """Gathers what a step does; ``budget`` is the number of prompt tokens that still fit."""
+    """Gathers what a step does; ``budget`` is the number of tokens of chunks that still fit."""
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self.decodes = Decodes()
         self.groups = NO_GROUPS
+        self.last_tokens = LastTokens()
         self._admissions: list[Admission] = []
         self._grants: list[tuple[IntArray, IntArray, IntArray]] = []
         self._copies: list[tuple[int, int, int]] = []
@@ -47,7 +47,6 @@ class Draft:
         self._score_tokens: list[IntArray] = []
         self._loads: list[tuple[int, int, int, int]] = []
         self._adapted: list[tuple[int, int]] = []
-        self._told: list[tuple[int, int, int]] = []
 
     @property
     def is_empty(self) -> bool:
@@ -78,7 +77,7 @@ class Draft:
         """Copy the first ``length`` positions of page ``source`` to page ``target``."""
         self._copies.append((source, target, length))
 
-    def prefill(
+    def chunk(
         self, row: int, start: int, tokens: IntArray, *, num_sampled: int, snapshot: int
     ) -> None:
         """Add a chunk: compute ``tokens`` at the positions from ``start`` on, and sample a token
@@ -109,10 +108,6 @@ class Draft:
         to them again."""
         self.decodes = Decodes(rows, positions)
         self.groups = groups
-
-    def tell(self, row: int, position: int, token: TokenId) -> None:
-        """Let a decoding row have this last token."""
-        self._told.append((row, position, token))
 
     def freeze(
         self,
@@ -146,7 +141,7 @@ class Draft:
             window_grants=Grants() if windows is None else windows.take_grants(),
             snapshots=Snapshots(begun_from, *_columns(self._saved, 3), *_columns(self._kept, 2)),
             chunks=chunks,
-            last_tokens=LastTokens(*_columns(self._told, 3)),
+            last_tokens=self.last_tokens,
             decodes=self.decodes,
             groups=self.groups,
             scores=scores,

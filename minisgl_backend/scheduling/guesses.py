@@ -1,4 +1,4 @@
-"""Guesses at the next tokens of decoding rows, from what their sequences hold already.
+"""Guesser at the next tokens of decoding rows, from what their sequences hold already.
 
 Text repeats itself: code that is edited, documents that are quoted, calls with the same fields. If
 the last tokens of a sequence have occurred in it before, those that followed then may follow again.
@@ -8,7 +8,8 @@ depends only on the tokens before it, its position and the seed. So a row gets a
 step, and the same ones as without guesses, but for the rounding of larger steps.
 
 Known as prompt lookup decoding (A. Saxena, 2023), a form of speculative decoding (Leviathan et al.,
-arXiv 2211.17192). Knows tokens and positions. Must not know pages, plans or requests.
+arXiv 2211.17192). Knows the tokens of rows and what they ask of sampling. Must not know pages or
+plans.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from minisgl_backend.scheduling.running import RunningRows
 _LOOKED_FOR: Final = 3
 """Number of last tokens that must have occurred before."""
 _PAUSE: Final = 16
-"""Number of tokens that a row gets without guesses after one of which none was right."""
+"""Number of tokens that a row gets without guesses after those of which none was right."""
 
 
-class Guesses:
+class Guesser:
     """How many guesses each row of ``RunningRows`` may have next, by how good its last ones were.
 
     At most ``most_tokens`` for a row, and none while more than ``max_rows`` rows decode.
@@ -38,7 +39,7 @@ class Guesses:
         self._max_rows = max_rows
         num_rows = len(rows.sequences)
         self._may_have = np.zeros(num_rows, dtype=np.int32)  # number of guesses
-        self._begin_at = np.zeros(num_rows, dtype=np.int32)  # none before this many known tokens
+        self._begin_at = np.zeros(num_rows, dtype=np.int32)  # none up to this planned position
 
     def begin(self, row: int) -> None:
         """A sequence has taken the row."""
@@ -56,15 +57,14 @@ class Guesses:
         """
         if len(ready) > self._max_rows:
             return {}
-        found = {}
-        for row in ready.tolist():
-            tokens = self._rows.known(row)
-            # a guess at the last token that the row may have would be of no use
-            most = min(int(self._may_have[row]), int(self._rows.limit[row]) - len(tokens) - 1)
-            if most > 0 and len(tokens) >= self._begin_at[row]:
-                guesses = repeated(tokens, most)
-                if len(guesses):
-                    found[row] = guesses
+        found, planned = {}, self._rows.planned
+        # a guess at the last token that a row may have would be of no use
+        most = np.minimum(self._may_have[ready], self._rows.limit[ready] - planned[ready] - 2)
+        may_guess = (most > 0) & (planned[ready] >= self._begin_at[ready])
+        for row, count in zip(ready[may_guess].tolist(), most[may_guess].tolist(), strict=True):
+            guesses = repeated(self._rows.known(row), count)
+            if len(guesses):
+                found[row] = guesses
         return found
 
     def judge(self, row: int, num_guesses: int, num_right: int) -> None:
@@ -74,7 +74,7 @@ class Guesses:
         else:
             self._may_have[row] = min(self._most_tokens, 2 * num_right + 1)
         if not num_right:
-            self._begin_at[row] = len(self._rows.known(row)) + _PAUSE
+            self._begin_at[row] = self._rows.planned[row] + _PAUSE
 
 
 def repeated(tokens: IntArray, most: int) -> IntArray:

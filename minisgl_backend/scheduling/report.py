@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 
-import numpy as np
-
 from minisgl_backend.request import (
     FloatArray,
     IntArray,
@@ -37,17 +35,17 @@ class StepResult:
     ended: dict[RequestId, TerminalEvent] = field(default_factory=dict)
     embedded: list[tuple[RequestId, FloatArray]] = field(default_factory=list)
 
-    def followed_by(self, rest: StepResult) -> StepResult:
-        """The results of a commit of which these come first."""
-        begin = len(self.request_ids)
-        return StepResult(
-            self.request_ids + rest.request_ids,
-            np.concatenate([self.token_ids, rest.token_ids]),
-            self.logprobs | {begin + index: found for index, found in rest.logprobs.items()},
-            self.scored + rest.scored,
-            self.ended | rest.ended,
-            self.embedded + rest.embedded,
-        )
+
+@dataclass(slots=True)
+class Counters:
+    """The counts of ``SchedulerStats`` that only grow, even when the planner is replaced."""
+
+    num_retractions: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    num_checks: int = 0
+    num_guesses: int = 0
+    num_right_guesses: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,8 +68,8 @@ class SchedulerStats:
     retracted."""
     prefix_hits: int
     """Number of those that were found."""
-    num_guessed_steps: int = 0
-    """Number of times that guesses at a row's next tokens were checked."""
+    num_checks: int = 0
+    """Number of times that the guesses of a row were checked; several rows in a step count each."""
     num_guesses: int = 0
     num_right_guesses: int = 0
     """Those that were the tokens that the row got."""

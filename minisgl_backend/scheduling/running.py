@@ -14,8 +14,8 @@ import numpy as np
 
 from minisgl_backend.cache.kv import Lease
 from minisgl_backend.errors import InvariantError
-from minisgl_backend.plan import Mask
-from minisgl_backend.request import IntArray
+from minisgl_backend.plan import NO_TOKEN, LastTokens
+from minisgl_backend.request import IntArray, Mask, TokenId
 from minisgl_backend.scheduling.sequence import Sequence
 
 _NO_STOP: Final = -2  # pads the table of stop ids; it equals neither a token nor NO_TOKEN
@@ -39,7 +39,7 @@ class RunningRows:
     row has guesses in one of these, which is then the only one, ``planned`` counts their positions.
     ``decoding`` rows take part in the next decode, ``accepting`` rows take the tokens of commits,
     ``retiring`` rows wait for their last step in flight, and ``masked`` rows have a grammar.
-    ``untold`` rows have a last token that the executor does not know.
+    ``untold`` is a row's last token if the executor does not know it, else ``NO_TOKEN``.
     """
 
     def __init__(self, num_rows: int) -> None:
@@ -57,7 +57,7 @@ class RunningRows:
         self.accepting = np.zeros(num_rows, dtype=np.bool_)
         self.retiring = np.zeros(num_rows, dtype=np.bool_)
         self.masked = np.zeros(num_rows, dtype=np.bool_)
-        self.untold = np.zeros(num_rows, dtype=np.bool_)
+        self.untold = np.full(num_rows, NO_TOKEN, dtype=np.int32)
         self._num_stop_ids = np.zeros(num_rows, dtype=np.int32)
         self._stop_ids = np.full((num_rows, 1), _NO_STOP, dtype=np.int32)
         self._tail = np.zeros((num_rows, _TAIL), dtype=np.int32)
@@ -97,8 +97,9 @@ class RunningRows:
         if self.in_flight[row]:
             raise InvariantError(f"row {row} is given back with steps in flight")
         self.sequences[row] = None
-        for column in (self.decoding, self.accepting, self.retiring, self.masked, self.untold):
+        for column in (self.decoding, self.accepting, self.retiring, self.masked):
             column[row] = False
+        self.untold[row] = NO_TOKEN
         self._set_stop_ids(row, ())
         self._tail_length[row] = 0
         self._parts[row] = []
@@ -161,8 +162,17 @@ class RunningRows:
     def go_on_from_guesses(self, row: int) -> None:
         """Take back the planned positions whose guesses were wrong, and let the row decode."""
         self.planned[row] = self.computed[row]
-        self.untold[row] = True
+        self.untold[row] = self.last_token(row)
         self.start_decoding(row)
+
+    def tell(self, rows: IntArray, positions: IntArray) -> LastTokens:
+        """The last tokens, at ``positions``, of those of ``rows`` for which the executor does not
+        know them. From now on it does."""
+        is_untold = self.untold[rows] != NO_TOKEN
+        rows = rows[is_untold]
+        told = LastTokens(rows, positions[is_untold], self.untold[rows])
+        self.untold[rows] = NO_TOKEN
+        return told
 
     def skip(self, row: int, end: int) -> None:
         """Note that the positions up to ``end`` of a row that was just taken need no step."""
@@ -230,9 +240,16 @@ class RunningRows:
             self._tail[row, begin:end] = samples[:num_right]
             self._tail_length[row] = end
         else:
-            self._parts[row] += [self._tail[row, :begin].copy(), samples[:num_right].copy()]
+            self._parts[row].append(np.concatenate([self._tail[row, :begin], samples[:num_right]]))
             self._tail_length[row] = 0
         return num_right
+
+    def last_token(self, row: int) -> TokenId:
+        """The last committed token of the row's sequence."""
+        if length := self._tail_length[row]:
+            return int(self._tail[row, length - 1])
+        parts = self._parts[row]
+        return int(parts[-1][-1] if parts else self.sequence(row).tokens[-1])
 
     def known(self, row: int) -> IntArray:
         """All tokens of the row's sequence that are committed, int32[num_tokens]."""
@@ -252,6 +269,9 @@ class RunningRows:
             raise InvariantError("a row without a sequence has something to do")
         if (self.retiring & (self.decoding | (self.in_flight == 0)))[used].any():
             raise InvariantError("a retiring row decodes, or is kept without need")
+        is_ahead = (self.in_flight == 0) & (self.computed != self.planned)
+        if (is_ahead & used).any():
+            raise InvariantError("positions of a row are planned, but not in flight")
         in_order = (self.computed <= self.planned) & (self.planned <= self.capacity)
         if not in_order[used].all():
             raise InvariantError("a row violates computed <= planned <= capacity")

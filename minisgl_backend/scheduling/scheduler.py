@@ -2,16 +2,16 @@
 
 ``plan`` works by length: it decides from counts, looks at tokens only to guess, and needs none that
 is not committed. So it may run again while the steps planned before are still in flight.
-``commit`` works by value, in the order of the plans. The loop decides whether to overlap the two;
-the tokens of a request are the same either way.
+``commit`` works by value, in the order of the plans (``intake``). The loop decides whether to
+overlap the two; the tokens of a request are the same either way.
 
 A step first decodes every row that can decode. Then it spends ``max_prefill_tokens`` on chunks of
 prompts in the order of precedence, and admits sequences as it goes. So prefill never keeps decode
 waiting.
 
-Rows may decode with guesses at their next tokens (``guesses``), as chunks. These are made from all
-tokens of a row, and what is planned next depends on how many were right. So while a step that they
-wait for, or that checks some, is in flight, nothing is planned.
+Rows may decode with guesses at their next tokens (``guesses``), as chunks, with at most half of the
+budget. Guesses are made from all tokens of a row, and what is planned next depends on how many were
+right. So while a step that they wait for, or that checks some, is in flight, nothing is planned.
 
 When the pool of pages is empty, the running sequences that are last in precedence are retracted:
 their computed pages are published, and they return to their old place in the queue. Later they
@@ -34,35 +34,30 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Final, cast
+from typing import Final
 
 import numpy as np
 
 from minisgl_backend.cache.kv import KVCache
-from minisgl_backend.errors import EngineFailure, InvariantError
-from minisgl_backend.plan import NO_SNAPSHOT, NO_TOKEN, Admission, SampledTokens, StepPlan
+from minisgl_backend.errors import InvariantError
+from minisgl_backend.plan import NO_SNAPSHOT, Admission, SampledTokens, StepPlan
 from minisgl_backend.request import (
     EMPTY,
-    Failed,
-    Finished,
-    FinishReason,
     IntArray,
-    PromptLogprobs,
     Request,
     RequestId,
-    TerminalEvent,
 )
 from minisgl_backend.scheduling.adapter_places import AdapterPlaces
 from minisgl_backend.scheduling.admission import AdmissionControl
 from minisgl_backend.scheduling.draft import Draft
-from minisgl_backend.scheduling.guesses import Guesses
+from minisgl_backend.scheduling.guesses import Guesser
+from minisgl_backend.scheduling.intake import Intake
 from minisgl_backend.scheduling.lifecycle import Lifecycle
-from minisgl_backend.scheduling.report import SchedulerStats, StepResult
+from minisgl_backend.scheduling.report import Counters, SchedulerStats, StepResult
 from minisgl_backend.scheduling.room import Room
 from minisgl_backend.scheduling.sequence import Phase, Precedence, Sequence, by_precedence
 from minisgl_backend.scheduling.waiting import WaitingQueue
 
-_NOT_FINITE: Final = "the model's logits were not finite"
 _NOT_GRANTED: Final = "the cache does not grant the pages that it counts as available"
 
 
@@ -76,7 +71,8 @@ class SchedulerConfig:
     so the pages of a prefix are not enough to go on from it. With a ``section`` no chunk crosses a
     multiple of it, as attention in sections requires (``attention.sections``).
     ``num_adapter_slots``: the most adapters that are on the device at once. ``speculative_tokens``
-    (0 for none) and ``speculative_max_rows`` limit ``guesses``, which rows with states cannot have.
+    (0 for none) and ``speculative_max_requests`` limit ``guesses``, which rows with states cannot
+    have.
     """
 
     max_running_requests: int = 256
@@ -91,19 +87,7 @@ class SchedulerConfig:
     section: int | None = None
     num_adapter_slots: int = 0
     speculative_tokens: int = 0
-    speculative_max_rows: int = 8
-
-
-@dataclass(slots=True)
-class _Counters:
-    """Counts that only grow, even when the planner is replaced: see ``SchedulerStats``."""
-
-    num_retractions: int = 0
-    prefix_queries: int = 0
-    prefix_hits: int = 0
-    num_guessed_steps: int = 0
-    num_guesses: int = 0
-    num_right_guesses: int = 0
+    speculative_max_requests: int = 8
 
 
 class Scheduler:
@@ -114,14 +98,14 @@ class Scheduler:
         cache: KVCache,
         config: SchedulerConfig,
         *,
-        counters: _Counters | None = None,
+        counters: Counters | None = None,
         taken_rows: Iterable[int] = (),
     ) -> None:
         """``counters`` are those of the planner that this one replaces; ``taken_rows``, the rows
         that wrappers of the executor still believe to be held: the first plan releases them."""
         self._cache = cache
         self._config = config
-        self._counters = counters or _Counters()
+        self._counters = counters or Counters()
         places = AdapterPlaces(config.num_adapter_slots)
         self._life = Lifecycle(
             cache,
@@ -141,14 +125,15 @@ class Scheduler:
         self._rows = self._life.rows
         self._queue = self._life.queue
         self._admission = AdmissionControl(self._life, config.reserve_tokens)
-        self._guesses: Guesses | None = None
+        self._guesser: Guesser | None = None
         if config.speculative_tokens:
-            self._guesses = Guesses(
+            self._guesser = Guesser(
                 self._rows,
                 most_tokens=config.speculative_tokens,
-                max_rows=config.speculative_max_rows,
+                max_rows=config.speculative_max_requests,
             )
-        self._has_unjudged = False  # guesses in flight
+        self._has_unjudged = False  # guesses in flight, in the only step there
+        self._intake = Intake(self._life, self._guesser, self._counters)
         self._next_step = 0
         self._next_commit = 0
 
@@ -169,14 +154,13 @@ class Scheduler:
         guesses: Mapping[int, IntArray] = {}
         if self._has_unjudged:
             return None
-        if self._guesses is not None:
-            guesses = self._guesses.of_rows(self._rows.ready_to_decode())
+        if self._guesser is not None:
+            guesses = self._guesser.of_rows(self._rows.ready_to_decode())
             if any(self._rows.in_flight[row] for row in guesses):
                 return None
         draft = Draft(self._config.max_prefill_tokens)
         self._life.begin_plan()
-        for row, tokens in guesses.items():
-            self._plan_guesses(row, tokens, draft)
+        self._plan_guesses(guesses, draft)
         under_pressure = self._plan_decodes(draft)
         self._plan_prefills(draft, admit=not under_pressure)
         if draft.is_empty:
@@ -198,21 +182,8 @@ class Scheduler:
         if not self._next_commit == plan.step < self._next_step:
             raise InvariantError(f"step {plan.step} is committed, {self._next_commit} is due")
         self._next_commit += 1
-        rows, chunks, guessed = self._rows, plan.chunks, plan.chunks.have_guesses
-        rows.landed(chunks.rows, np.where(guessed, chunks.starts + 1, chunks.ends))
-        rows.landed(plan.decodes.rows, plan.decodes.positions + 1)
-        scored = self._take_scores(plan, tokens.prompt_logprobs)
-        if guessed.any():
-            result = self._take_guessed(plan, tokens, scored)
-        else:
-            result = self._take(plan.sample_rows, tokens, scored)
-        for row in chunks.rows[~guessed].tolist():
-            sequence = rows.sequences[row]
-            if sequence is not None and not sequence.failed:
-                self._life.publish(sequence, sequence.tokens)
-        for step_rows in (chunks.rows, plan.decodes.rows):
-            for row in step_rows[rows.is_idle(step_rows)].tolist():
-                self._life.release(rows.sequence(row))
+        result = self._intake.take(plan, tokens)
+        self._has_unjudged = False
         return result
 
     def has_work(self) -> bool:
@@ -231,7 +202,7 @@ class Scheduler:
             num_retractions=self._counters.num_retractions,
             prefix_queries=self._counters.prefix_queries,
             prefix_hits=self._counters.prefix_hits,
-            num_guessed_steps=self._counters.num_guessed_steps,
+            num_checks=self._counters.num_checks,
             num_guesses=self._counters.num_guesses,
             num_right_guesses=self._counters.num_right_guesses,
             running_adapters=tuple(adapter_id for adapter_id, _ in self._life.places.in_use()),
@@ -266,35 +237,40 @@ class Scheduler:
         groups, ready = self._life.groups_of(ready), rows.by_adapter(ready)
         positions = rows.plan_decode(ready)
         draft.decode(ready, positions, groups)
-        if self._guesses is not None:
-            for row in ready[rows.untold[ready]].tolist():
-                known = rows.known(row)
-                draft.tell(row, len(known) - 1, int(known[-1]))
-                rows.untold[row] = False
+        if self._guesser is not None:
+            draft.last_tokens = rows.tell(ready, positions)
         if self._life.states is not None:
             self._life.states.keep(ready, positions, draft)
         return under_pressure
 
-    def _plan_guesses(self, row: int, guesses: IntArray, draft: Draft) -> None:
-        """Let a row decode with as many of ``guesses`` as pages and the budget allow; if that is
-        none, it decodes without."""
-        rows = self._rows
-        start = int(rows.planned[row])  # the position of the last token
-        end = start + 1 + min(len(guesses), draft.budget - 1)
-        if (section := self._config.section) is not None:
-            end = min(end, (start // section + 1) * section)
-        most_pages = self._life.room.most_rows
-        end = min(end, int(rows.capacity[row]) + most_pages * self._cache.page_size)
-        if end < start + 2:  # and is granted nothing, since it may still be retracted at once
+    def _plan_guesses(self, guesses: Mapping[int, IntArray], draft: Draft) -> None:
+        """Let rows decode with as many of their ``guesses`` as pages and half of the budget allow.
+        Rows for which that is none decode without."""
+        if not guesses:
             return
-        while rows.capacity[row] < end:
-            if not self._life.grow(np.array([row], np.int32), draft):
-                raise InvariantError(_NOT_GRANTED)
-        last = rows.known(row)[-1:]
-        tokens = np.concatenate([last, guesses[: end - start - 1]])
-        rows.plan_guesses(row, end)
-        draft.prefill(row, start, tokens, num_sampled=len(tokens), snapshot=NO_SNAPSHOT)
-        self._has_unjudged = True
+        rows, page_size = self._rows, self._cache.page_size
+        left = draft.budget // 2
+        ready = rows.ready_to_decode()
+        is_short = rows.planned[ready] >= rows.capacity[ready]
+        for row, guessed in guesses.items():
+            start = int(rows.planned[row])  # the position of the last token
+            end = start + min(1 + len(guessed), left)
+            if (section := self._config.section) is not None:
+                end = min(end, (start // section + 1) * section)
+            # pages are for rows that cannot decode without one first
+            num_spare = self._life.room.most_rows - np.count_nonzero(is_short & (ready != row))
+            end = min(end, int(rows.capacity[row]) + max(0, num_spare) * page_size)
+            if end < start + 2:  # and is granted nothing, since it may still be retracted at once
+                continue
+            while rows.capacity[row] < end:
+                if not self._life.grow(np.array([row], np.int32), draft):
+                    raise InvariantError(_NOT_GRANTED)
+            is_short &= ready != row
+            tokens = np.array([rows.last_token(row), *guessed[: end - start - 1]], dtype=np.int32)
+            left -= len(tokens)
+            rows.plan_guesses(row, end)
+            draft.chunk(row, start, tokens, num_sampled=len(tokens), snapshot=NO_SNAPSHOT)
+            self._has_unjudged = True
 
     def _grow_first(self, short: IntArray, draft: Draft) -> None:
         """Retract sequences, the last in precedence first, until the others can grow.
@@ -361,7 +337,7 @@ class Scheduler:
         is_last = end == len(sequence.tokens)
         self._rows.plan_prefill(sequence.row, end)
         snapshot, sequence.begins_from = sequence.begins_from, NO_SNAPSHOT
-        draft.prefill(sequence.row, start, tokens, num_sampled=int(is_last), snapshot=snapshot)
+        draft.chunk(sequence.row, start, tokens, num_sampled=int(is_last), snapshot=snapshot)
         if self._life.states is not None:
             for position, taken in self._life.states.save(sequence, start, end):
                 draft.save(position, taken)
@@ -379,8 +355,8 @@ class Scheduler:
         if not (len(self._queue) and draft.budget):
             return
         for sequence in self._admission.admit(before):
-            if self._guesses is not None:
-                self._guesses.begin(sequence.row)
+            if self._guesser is not None:
+                self._guesser.begin(sequence.row)
             self._announce(sequence, draft)
             self._plan_chunk(sequence, draft)
             if not draft.budget:
@@ -410,146 +386,3 @@ class Scheduler:
             draft.adapt(sequence.row, sequence.adapter_slot)
         pages = np.array(lease.pages, dtype=np.int32)
         draft.grant_row(sequence.row, range(len(pages)), pages)
-
-    def _take_scores(
-        self, plan: StepPlan, scores: tuple[PromptLogprobs, ...]
-    ) -> list[tuple[RequestId, PromptLogprobs]]:
-        """Give the log-probabilities of prompts to their sequences."""
-        if len(scores) != len(plan.scores.chunks):
-            raise InvariantError(f"{len(scores)} scores for {len(plan.scores.chunks)} chunks")
-        found = []
-        for chunk, score in zip(plan.scores.chunks.tolist(), scores, strict=True):
-            row = int(plan.chunks.rows[chunk])
-            if self._rows.accepting[row]:
-                sequence = self._rows.sequence(row)
-                sequence.num_scored += len(score)
-                found.append((sequence.request.id, score))
-        return found
-
-    def _take_guessed(
-        self,
-        plan: StepPlan,
-        tokens: SampledTokens,
-        scored: list[tuple[RequestId, PromptLogprobs]],
-    ) -> StepResult:
-        """``_take`` for a step with guesses. A row gets its right guesses before the token that the
-        step has sampled for it."""
-        rows, sample_rows, checks = self._rows, plan.sample_rows, _checks(plan)
-        is_last = np.ones(len(sample_rows), np.bool_)
-        right: list[int] = []  # indices of samples that equal guesses
-        for check in checks:
-            samples = tokens.token_ids[check.first : check.first + 1 + len(check.guesses)]
-            # after a wrong guess, too: the row's pages hold NaN until it gets there
-            broken = np.flatnonzero(samples == NO_TOKEN)
-            last = int(broken[0]) if len(broken) else 0
-            if rows.accepting[check.row] and not len(broken):
-                last = check.num_right = rows.take_right(check.row, check.guesses, samples)
-                right += range(check.first, check.first + last)
-            is_last[check.first : check.first + len(samples)] = False
-            is_last[check.first + last] = True
-        early, late = np.array(right, dtype=np.int32), np.flatnonzero(is_last)
-        guessed = tokens.at(early)
-        request_ids = cast("list[RequestId]", rows.request_ids[sample_rows[early]].tolist())
-        first = StepResult(request_ids, guessed.token_ids, dict(guessed.logprobs))
-        result = first.followed_by(self._take(sample_rows[late], tokens.at(late), scored))
-        for check in checks:
-            self._judge(check)
-        self._has_unjudged = False
-        return result
-
-    def _judge(self, check: _Check) -> None:
-        """Count a row's guesses, and let it go on after those that were right."""
-        counters, num_guesses = self._counters, len(check.guesses)
-        counters.num_guessed_steps += 1
-        counters.num_guesses += num_guesses
-        counters.num_right_guesses += check.num_right
-        if self._guesses is not None and self._rows.accepting[check.row]:
-            self._rows.go_on_from_guesses(check.row)
-            self._guesses.judge(check.row, num_guesses, check.num_right)
-
-    def _take(
-        self,
-        sample_rows: IntArray,
-        tokens: SampledTokens,
-        scored: list[tuple[RequestId, PromptLogprobs]],
-    ) -> StepResult:
-        """Give the sampled tokens to their sequences, and end the sequences that are complete.
-
-        A row that no longer accepts tokens belongs to a request that was aborted or has ended. A
-        request with ``max_tokens`` 0 ends with its first token, which is dropped.
-        """
-        rows, token_ids = self._rows, tokens.token_ids
-        if len(token_ids) != len(sample_rows):
-            raise InvariantError(f"{len(token_ids)} tokens for {len(sample_rows)} rows")
-        ended: dict[RequestId, TerminalEvent] = {}
-        accepted = rows.accepting[sample_rows]  # [num_samples], as are token_ids
-        failed = token_ids == NO_TOKEN
-        if failed.any():
-            for row in sample_rows[failed].tolist():  # also of requests that have since ended
-                rows.sequence(row).failed = True
-            for request_id in self._end_rows(sample_rows[accepted & failed]):
-                ended[request_id] = Failed(EngineFailure(_NOT_FINITE))
-            accepted &= ~failed
-        embedded = [
-            (rows.sequence(int(sample_rows[index])).request.id, vector)
-            for index, vector in tokens.embeddings.items()
-            if accepted[index]
-        ]
-        surplus = accepted & rows.are_complete(sample_rows)
-        if surplus.any():
-            for request_id in self._end_rows(sample_rows[surplus]):
-                ended[request_id] = Finished(FinishReason.LENGTH)
-            accepted &= ~surplus
-        if not accepted.all():
-            kept = np.flatnonzero(accepted)
-            sample_rows, tokens = sample_rows[kept], tokens.at(kept)
-        request_ids = cast("list[RequestId]", rows.request_ids[sample_rows].tolist())
-        ended.update(self._append(sample_rows, tokens.token_ids))
-        logprobs = dict(tokens.logprobs)
-        return StepResult(request_ids, tokens.token_ids, logprobs, scored, ended, embedded)
-
-    def _append(self, rows: IntArray, token_ids: IntArray) -> dict[RequestId, Finished]:
-        """Append a token to each of ``rows``, int32[n], and end the sequences that it completes."""
-        self._rows.append(rows, token_ids)
-        stopped, full = self._rows.ends(rows, token_ids)
-        ended = {}
-        for index in np.flatnonzero(stopped | full).tolist():
-            sequence = self._rows.sequence(int(rows[index]))
-            stop = int(token_ids[index]) if stopped[index] else None
-            reason = FinishReason.LENGTH if stop is None else FinishReason.STOP
-            ended[sequence.request.id] = Finished(reason, stop)
-            self._life.end(sequence)
-        return ended
-
-    def _end_rows(self, rows: IntArray) -> list[RequestId]:
-        """End the sequences in ``rows``, int32[n], and return their requests."""
-        sequences = [self._rows.sequence(row) for row in rows.tolist()]
-        for sequence in sequences:
-            self._life.end(sequence)
-        return [sequence.request.id for sequence in sequences]
-
-
-@dataclass(slots=True)
-class _Check:
-    """The guesses of a row in a step, and the index of the sample that checks the first of them;
-    the others follow, and one after the last guess."""
-
-    row: int
-    guesses: IntArray
-    first: int
-    num_right: int = 0
-
-
-def _checks(plan: StepPlan) -> list[_Check]:
-    """The guesses in a plan, row by row."""
-    chunks = plan.chunks
-    sample_ends, token_ends = np.cumsum(chunks.num_sampled), np.cumsum(chunks.lengths)
-    return [
-        _Check(
-            row=int(chunks.rows[chunk]),
-            guesses=chunks.tokens[token_ends[chunk] - count + 1 : token_ends[chunk]],
-            first=int(sample_ends[chunk]) - count,
-        )
-        for chunk, count in enumerate(chunks.num_sampled.tolist())
-        if count > 1
-    ]

@@ -186,7 +186,7 @@ class ReportedEngine:
             ("vllm:generation_tokens_total", stats.num_generated_tokens),
             ("vllm:prefix_cache_queries_total", scheduler.prefix_queries),
             ("vllm:prefix_cache_hits_total", scheduler.prefix_hits),
-            ("vllm:spec_decode_num_drafts_total", scheduler.num_guessed_steps),
+            ("vllm:spec_decode_num_drafts_total", scheduler.num_checks),
             ("vllm:spec_decode_num_draft_tokens_total", scheduler.num_guesses),
             ("vllm:spec_decode_num_accepted_tokens_total", scheduler.num_right_guesses),
             ("minisgl:requests_cancelled_total", stats.num_cancelled),

@@ -196,7 +196,7 @@ class TinyEngine(AbstractContextManager["TinyEngine"]):
             has_states=states is not None,
             section=shape.section,
             speculative_tokens=speculative_tokens,
-            speculative_max_rows=MAX_ROWS,
+            speculative_max_requests=MAX_ROWS,
         )
         cache: KVCache = NaiveCache(num_pages, page_size, windows=windows)
         if radix and states is not None:

@@ -63,7 +63,7 @@ class Setup:
     num_window_pages: int = 0
     section: int | None = None
     speculative_tokens: int = 0
-    speculative_max_rows: int = 8
+    speculative_max_requests: int = 8
     depth: int = 2
     model: Model = field(default_factory=Model)
 
@@ -115,7 +115,7 @@ class Harness:
                 has_states=setup.num_snapshots is not None,
                 section=setup.section,
                 speculative_tokens=setup.speculative_tokens,
-                speculative_max_rows=setup.speculative_max_rows,
+                speculative_max_requests=setup.speculative_max_requests,
             ),
         )
         self.executor = FakeExecutor(

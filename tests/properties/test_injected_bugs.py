@@ -24,10 +24,10 @@ from minisgl_backend.errors import InvariantError
 from minisgl_backend.plan import Groups, SampledTokens, StepPlan
 from minisgl_backend.request import EMPTY, IntArray, PromptLogprobs, RequestId
 from minisgl_backend.scheduling.draft import Draft
+from minisgl_backend.scheduling.intake import Intake
 from minisgl_backend.scheduling.lifecycle import Lifecycle
 from minisgl_backend.scheduling.report import StepResult
 from minisgl_backend.scheduling.running import RunningRows
-from minisgl_backend.scheduling.scheduler import Scheduler
 from minisgl_backend.scheduling.sequence import Phase, Sequence
 from minisgl_backend.scheduling.state_snapshots import StateSnapshots
 from tests.fakes.harness import Harness, Setup, random_setup, run_randomly, with_guesses
@@ -242,7 +242,7 @@ def wrong_guesses_not_taken_back(patch: pytest.MonkeyPatch) -> None:
     """A row decodes on after all its guesses, the wrong ones included."""
 
     def go_on(self: RunningRows, row: int) -> None:
-        self.untold[row] = True
+        self.untold[row] = self.last_token(row)
         self.start_decoding(row)
 
     patch.setattr(RunningRows, "go_on_from_guesses", go_on)
@@ -250,10 +250,10 @@ def wrong_guesses_not_taken_back(patch: pytest.MonkeyPatch) -> None:
 
 def accepted_after_a_wrong_guess(patch: pytest.MonkeyPatch) -> None:
     """Every guess is taken for the token that was sampled in its place."""
-    take = Scheduler._take_guessed
+    take = Intake._take_guessed
 
     def believe(
-        self: Scheduler,
+        self: Intake,
         plan: StepPlan,
         tokens: SampledTokens,
         scored: list[tuple[RequestId, PromptLogprobs]],
@@ -267,7 +267,7 @@ def accepted_after_a_wrong_guess(patch: pytest.MonkeyPatch) -> None:
         plan = replace(plan, chunks=replace(chunks, tokens=believed))
         return take(self, plan, tokens, scored)
 
-    patch.setattr(Scheduler, "_take_guessed", believe)
+    patch.setattr(Intake, "_take_guessed", believe)
 
 
 def without_guards(patch: pytest.MonkeyPatch) -> None:

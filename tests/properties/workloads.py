@@ -44,7 +44,7 @@ def setups(draw: st.DrawFn) -> Setup:
         num_window_pages=num_window_pages,
         section=section,
         speculative_tokens=speculative_tokens,
-        speculative_max_rows=draw(st.sampled_from([8, 2])),
+        speculative_max_requests=draw(st.sampled_from([8, 2])),
         depth=draw(st.sampled_from([2, 1, 3])),
         model=Model(
             vocabulary=draw(st.sampled_from([50, 5, 2])),

@@ -68,7 +68,7 @@ def speculation(
     batch_sizes = batch_sizes or _BATCHES
     if not options.speculative_tokens:
         raise click.UsageError("--speculative-tokens must be above 0")
-    if max(batch_sizes) > options.speculative_max_rows:
+    if max(batch_sizes) > options.speculative_max_requests:
         raise click.UsageError("--batch-size is at most --speculative-max-rows")
     check_batches(batch_sizes, options)
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from minisgl_backend.errors import InvariantError
 from minisgl_backend.plan import NO_TOKEN, SampledTokens, StepPlan
 from minisgl_backend.request import (
     Finished,
@@ -21,7 +22,7 @@ from minisgl_backend.request import (
     SamplingParams,
     TokenLogprobs,
 )
-from minisgl_backend.scheduling.guesses import Guesses, repeated
+from minisgl_backend.scheduling.guesses import Guesser, repeated
 from minisgl_backend.scheduling.running import RunningRows
 from minisgl_backend.scheduling.scheduler import Scheduler
 from minisgl_backend.scheduling.sequence import Sequence
@@ -91,7 +92,7 @@ def decoded(plan: StepPlan) -> list[tuple[int, int]]:
 def counted(scheduler: Scheduler) -> tuple[int, int, int]:
     """How often guesses were checked, their number, and that of the right ones."""
     stats = scheduler.stats()
-    return stats.num_guessed_steps, stats.num_guesses, stats.num_right_guesses
+    return stats.num_checks, stats.num_guesses, stats.num_right_guesses
 
 
 @pytest.mark.parametrize(
@@ -123,19 +124,25 @@ def rows_of(*sampling: SamplingParams) -> RunningRows:
     for number, params in enumerate(sampling):
         one = Request(id=RequestId(number), prompt=ints(*[7] * 8), sampling=params)
         sequence = Sequence(one, (number, number), one.prompt)
-        sequence.row = rows.take(sequence, num_cached_tokens=0, capacity=1000)
+        sequence.row = rows.take(sequence, num_cached_tokens=7, capacity=1000)
     return rows
 
 
-def begun(rows: RunningRows, *, most_tokens: int = 8, max_rows: int = 8) -> Guesses:
+def say(rows: RunningRows) -> None:
+    """Let the first row get its token again."""
+    rows.append(ints(0), ints(7))
+    rows.planned[0] += 1
+
+
+def begun(rows: RunningRows, *, most_tokens: int = 8, max_rows: int = 8) -> Guesser:
     """With the columns of ``rows`` in the order of their sequences."""
-    guesses = Guesses(rows, most_tokens=most_tokens, max_rows=max_rows)
+    guesses = Guesser(rows, most_tokens=most_tokens, max_rows=max_rows)
     for row in range(len(rows.sequences)):
         guesses.begin(row)
     return guesses
 
 
-def counts(guesses: Guesses, *rows: int) -> dict[int, int]:
+def counts(guesses: Guesser, *rows: int) -> dict[int, int]:
     """How many guesses each row has."""
     return {row: len(found) for row, found in guesses.of_rows(ints(*rows)).items()}
 
@@ -157,7 +164,7 @@ def test_a_row_whose_guesses_were_all_wrong_pauses_and_then_tries_one() -> None:
     guesses.judge(0, 8, 0)
     for _ in range(16):
         assert counts(guesses, 0) == {}
-        rows.append(ints(0), ints(7))
+        say(rows)
     assert counts(guesses, 0) == {0: 1}
     guesses.judge(0, 1, 1)
     assert counts(guesses, 0) == {0: 8}
@@ -195,7 +202,7 @@ def test_the_last_token_that_a_row_may_have_is_not_guessed() -> None:
     guesses = begun(rows)
     for count in (3, 2, 1, None):
         assert counts(guesses, 0) == ({} if count is None else {0: count})
-        rows.append(ints(0), ints(7))
+        say(rows)
 
 
 def test_a_row_gets_its_right_guesses_and_the_token_after_them() -> None:
@@ -232,7 +239,9 @@ def test_what_is_sampled_after_a_wrong_guess_is_dropped(
 
 
 def test_guesses_are_counted_over_all_rows_and_steps() -> None:
-    scheduler = started(repeating(0, max_tokens=20), repeating(1, max_tokens=20))
+    scheduler = started(
+        repeating(0, max_tokens=20), repeating(1, max_tokens=20), max_prefill_tokens=20
+    )
     step(scheduler, (4, 5, 1, 2, 3, 4, 50, 1, 2, 3))
     plan = planned(scheduler)
     assert guessed(plan).keys() == {0}
@@ -258,7 +267,9 @@ def test_a_stop_token_before_min_tokens_is_a_guess_like_others() -> None:
 
 
 def test_a_row_is_judged_by_its_last_guesses() -> None:
-    scheduler = started(repeating(0, max_tokens=40), repeating(1, max_tokens=40))
+    scheduler = started(
+        repeating(0, max_tokens=40), repeating(1, max_tokens=40), max_prefill_tokens=20
+    )
     step(scheduler, (9, 5, 1, 2, 3, 4, 9, 1, 2, 3))
     for token in (1, 2, 3):
         step(scheduler, token)
@@ -380,8 +391,10 @@ def test_there_are_only_guesses_that_have_pages(
         assert decoded(plan) == [(1, num_others)]
 
 
-@pytest.mark.parametrize(("budget", "expected"), [(6, [3, 4, 5, 1, 2]), (3, [3, 4, 5]), (1, None)])
-def test_there_are_only_guesses_within_the_budget(budget: int, expected: list[int] | None) -> None:
+@pytest.mark.parametrize(("budget", "expected"), [(10, [3, 4, 5, 1, 2]), (6, [3, 4, 5]), (3, None)])
+def test_there_are_only_guesses_within_half_of_the_budget(
+    budget: int, expected: list[int] | None
+) -> None:
     scheduler = started(repeating(0), max_prefill_tokens=budget)
     plan = planned(scheduler)
     assert guessed(plan) == ({} if expected is None else {0: (8, expected)})
@@ -408,13 +421,13 @@ def test_an_abort_drops_guesses_in_flight() -> None:
 
 
 def test_a_row_may_be_retracted_in_the_step_that_checks_its_guesses() -> None:
-    """It takes the last page, which the first request needs."""
-    scheduler = started(request(0, 4), repeating(1), num_pages=4)
+    """The first request needs a page, and there is none."""
+    scheduler = started(request(0, 4), repeating(1, 9), num_pages=4)
     plan = planned(scheduler)
-    assert guessed(plan) == {1: (8, [3, 4, 5, 1])}
+    assert guessed(plan) == {1: (9, [3, 4, 5])}
     assert not decoded(plan)
     assert scheduler.stats().num_retractions == 1
-    result = commit(scheduler, plan, (4, 5, 9, 2))
+    result = commit(scheduler, plan, (4, 5, 9))
     assert (result.request_ids, result.token_ids.tolist()) == ([1] * 3, [4, 5, 9])
     stats = scheduler.stats()
     assert (stats.num_running, stats.num_waiting) == (1, 1)
@@ -424,9 +437,20 @@ def test_a_row_may_be_retracted_in_the_step_that_checks_its_guesses() -> None:
     assert num_tokens == 8
 
 
-def test_a_row_that_has_no_guesses_after_all_is_granted_nothing() -> None:
-    """The first row's guesses use up the budget, and the plan gives up the last row. It could not
-    release a row and grant it a page."""
+def test_guesses_leave_pages_to_rows_that_need_one_to_decode() -> None:
+    scheduler = started(repeating(0), request(1, 4), num_pages=4)
+    plan = planned(scheduler)
+    assert not guessed(plan)
+    assert scheduler.stats().num_retractions == 1, "there is one page for two rows"
+    scheduler = started(repeating(0), request(1, 4), num_pages=5)
+    plan = planned(scheduler)
+    assert guessed(plan) == {0: (8, [3, 4, 5, 1])}
+    assert decoded(plan) == [(1, 4)]
+    assert scheduler.stats().num_retractions == 0
+
+
+def test_a_row_that_has_no_guesses_after_all_is_granted_no_page_for_them() -> None:
+    """The first row's guesses take half of the budget."""
     scheduler = started(
         repeating(0, max_tokens=24),
         request(1, 4),
@@ -437,9 +461,27 @@ def test_a_row_that_has_no_guesses_after_all_is_granted_nothing() -> None:
     )
     plan = planned(scheduler)
     assert guessed(plan).keys() == {0}
-    assert decoded(plan) == [(1, 4)]
-    assert plan.released_rows.tolist() == [2]
-    assert set(plan.grants.rows.tolist()) == {0, 1}
+    assert decoded(plan) == [(1, 4), (2, 8)]
+    assert [plan.grants.rows.tolist().count(row) for row in range(3)] == [3, 1, 1]
+
+
+def test_prompts_go_on_beside_guesses() -> None:
+    scheduler = started(repeating(0, max_tokens=20), speculative_tokens=30)
+    scheduler.add(request(1, 8))
+    plan = planned(scheduler)
+    assert guessed(plan)[0] == (8, [3, 4, 5, 1, 2, 3, 4, 5])
+    assert plan.chunks.lengths.tolist() == [8, 8]
+
+
+def test_the_number_of_samples_must_be_right() -> None:
+    scheduler = started(repeating(0))
+    plan = planned(scheduler)
+    for count in (4, 6):
+        tokens = SampledTokens(np.full(count, 4, np.int32))
+        with pytest.raises(InvariantError, match=f"{count} tokens for 5 samples"):
+            scheduler.commit(plan, tokens)
+        scheduler = started(repeating(0))
+        plan = planned(scheduler)
 
 
 @pytest.mark.parametrize("sampled", [(4, NO_TOKEN, 1, 2, 3), (9, 5, NO_TOKEN, 2, 3)])

@@ -249,7 +249,7 @@ def test_commits_come_in_order_and_in_full() -> None:
     commit(scheduler, first)
     with pytest.raises(InvariantError, match="step 0 is committed, 1 is due"):
         commit(scheduler, first)
-    with pytest.raises(InvariantError, match="2 tokens for 1 rows"):
+    with pytest.raises(InvariantError, match="2 tokens for 1 samples"):
         commit(scheduler, second, (1, 2))
 
 

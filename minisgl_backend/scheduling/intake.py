@@ -1,0 +1,206 @@
+"""Gives what a step has sampled to the sequences, and ends those that are complete.
+
+Works by value, in the order of the plans. Knows rows, the lifecycle and how many guesses were
+right. Must not know the queue, or what is planned next.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, cast
+
+import numpy as np
+
+from minisgl_backend.errors import EngineFailure, InvariantError
+from minisgl_backend.plan import NO_TOKEN, SampledTokens, StepPlan
+from minisgl_backend.request import (
+    Failed,
+    Finished,
+    FinishReason,
+    IntArray,
+    PromptLogprobs,
+    RequestId,
+    TerminalEvent,
+)
+from minisgl_backend.scheduling.guesses import Guesser
+from minisgl_backend.scheduling.lifecycle import Lifecycle
+from minisgl_backend.scheduling.report import Counters, StepResult
+
+_NOT_FINITE: Final = "the model's logits were not finite"
+
+
+class Intake:
+    """Takes the tokens of committed steps for the sequences of ``life``."""
+
+    def __init__(self, life: Lifecycle, guesser: Guesser | None, counters: Counters) -> None:
+        self._life = life
+        self._rows = life.rows
+        self._guesser = guesser
+        self._counters = counters
+
+    def take(self, plan: StepPlan, tokens: SampledTokens) -> StepResult:
+        """Take the tokens of ``plan``, and release what nothing uses anymore."""
+        rows, chunks, guessed = self._rows, plan.chunks, plan.chunks.have_guesses
+        num_tokens, num_samples = len(tokens.token_ids), len(plan.sample_rows)
+        if num_tokens != num_samples:
+            raise InvariantError(f"{num_tokens} tokens for {num_samples} samples")
+        rows.landed(chunks.rows, np.where(guessed, chunks.starts + 1, chunks.ends))
+        rows.landed(plan.decodes.rows, plan.decodes.positions + 1)
+        scored = self._take_scores(plan, tokens.prompt_logprobs)
+        if guessed.any():
+            result = self._take_guessed(plan, tokens, scored)
+        else:
+            result = self._take(plan.sample_rows, tokens, scored)
+        for row in chunks.rows[~guessed].tolist():
+            sequence = rows.sequences[row]
+            if sequence is not None and not sequence.failed:
+                self._life.publish(sequence, sequence.tokens)
+        for step_rows in (chunks.rows, plan.decodes.rows):
+            for row in step_rows[rows.is_idle(step_rows)].tolist():
+                self._life.release(rows.sequence(row))
+        return result
+
+    def _take_scores(
+        self, plan: StepPlan, scores: tuple[PromptLogprobs, ...]
+    ) -> list[tuple[RequestId, PromptLogprobs]]:
+        """Give the log-probabilities of prompts to their sequences."""
+        if len(scores) != len(plan.scores.chunks):
+            raise InvariantError(f"{len(scores)} scores for {len(plan.scores.chunks)} chunks")
+        found = []
+        for chunk, score in zip(plan.scores.chunks.tolist(), scores, strict=True):
+            row = int(plan.chunks.rows[chunk])
+            if self._rows.accepting[row]:
+                sequence = self._rows.sequence(row)
+                sequence.num_scored += len(score)
+                found.append((sequence.request.id, score))
+        return found
+
+    def _take_guessed(
+        self,
+        plan: StepPlan,
+        tokens: SampledTokens,
+        scored: list[tuple[RequestId, PromptLogprobs]],
+    ) -> StepResult:
+        """``_take`` for a step with guesses. A row gets its right guesses before the token that the
+        step has sampled for it."""
+        rows, sample_rows, checks = self._rows, plan.sample_rows, _checks(plan)
+        is_due = np.ones(len(sample_rows), np.bool_)
+        right: list[int] = []  # indices of samples that equal guesses
+        for check in checks:
+            samples = tokens.token_ids[check.first : check.first + 1 + len(check.guesses)]
+            # after a wrong guess, too: the row's pages hold NaN until it gets there
+            broken = np.flatnonzero(samples == NO_TOKEN)
+            due = int(broken[0]) if len(broken) else 0
+            if rows.accepting[check.row] and not len(broken):
+                due = check.num_right = rows.take_right(check.row, check.guesses, samples)
+                right += range(check.first, check.first + due)
+            is_due[check.first : check.first + len(samples)] = False
+            is_due[check.first + due] = True
+        early, late = np.array(right, dtype=np.int32), np.flatnonzero(is_due)
+        request_ids = cast("list[RequestId]", rows.request_ids[sample_rows[early]].tolist())
+        first, rest = tokens.at(early), self._take(sample_rows[late], tokens.at(late), scored)
+        for check in checks:
+            self._judge(check)
+        return StepResult(
+            request_ids + rest.request_ids,
+            np.concatenate([first.token_ids, rest.token_ids]),
+            {**first.logprobs, **{len(right) + index: it for index, it in rest.logprobs.items()}},
+            rest.scored,
+            rest.ended,
+            rest.embedded,
+        )
+
+    def _judge(self, check: _Check) -> None:
+        """Count a row's guesses, and let it go on after those that were right."""
+        counters, num_guesses = self._counters, len(check.guesses)
+        counters.num_checks += 1
+        counters.num_guesses += num_guesses
+        counters.num_right_guesses += check.num_right
+        if self._guesser is not None and self._rows.accepting[check.row]:
+            self._rows.go_on_from_guesses(check.row)
+            self._guesser.judge(check.row, num_guesses, check.num_right)
+
+    def _take(
+        self,
+        sample_rows: IntArray,
+        tokens: SampledTokens,
+        scored: list[tuple[RequestId, PromptLogprobs]],
+    ) -> StepResult:
+        """Give the sampled tokens to their sequences, and end the sequences that are complete.
+
+        A row that no longer accepts tokens belongs to a request that was aborted or has ended. A
+        request with ``max_tokens`` 0 ends with its first token, which is dropped.
+        """
+        rows, token_ids = self._rows, tokens.token_ids
+        ended: dict[RequestId, TerminalEvent] = {}
+        accepted = rows.accepting[sample_rows]  # [num_samples], as are token_ids
+        failed = token_ids == NO_TOKEN
+        if failed.any():
+            for row in sample_rows[failed].tolist():  # also of requests that have since ended
+                rows.sequence(row).failed = True
+            for request_id in self._end_rows(sample_rows[accepted & failed]):
+                ended[request_id] = Failed(EngineFailure(_NOT_FINITE))
+            accepted &= ~failed
+        embedded = [
+            (rows.sequence(int(sample_rows[index])).request.id, vector)
+            for index, vector in tokens.embeddings.items()
+            if accepted[index]
+        ]
+        surplus = accepted & rows.are_complete(sample_rows)
+        if surplus.any():
+            for request_id in self._end_rows(sample_rows[surplus]):
+                ended[request_id] = Finished(FinishReason.LENGTH)
+            accepted &= ~surplus
+        if not accepted.all():
+            kept = np.flatnonzero(accepted)
+            sample_rows, tokens = sample_rows[kept], tokens.at(kept)
+        request_ids = cast("list[RequestId]", rows.request_ids[sample_rows].tolist())
+        ended.update(self._append(sample_rows, tokens.token_ids))
+        logprobs = dict(tokens.logprobs)
+        return StepResult(request_ids, tokens.token_ids, logprobs, scored, ended, embedded)
+
+    def _append(self, rows: IntArray, token_ids: IntArray) -> dict[RequestId, Finished]:
+        """Append a token to each of ``rows``, int32[n], and end the sequences that it completes."""
+        self._rows.append(rows, token_ids)
+        stopped, full = self._rows.ends(rows, token_ids)
+        ended = {}
+        for index in np.flatnonzero(stopped | full).tolist():
+            sequence = self._rows.sequence(int(rows[index]))
+            stop = int(token_ids[index]) if stopped[index] else None
+            reason = FinishReason.LENGTH if stop is None else FinishReason.STOP
+            ended[sequence.request.id] = Finished(reason, stop)
+            self._life.end(sequence)
+        return ended
+
+    def _end_rows(self, rows: IntArray) -> list[RequestId]:
+        """End the sequences in ``rows``, int32[n], and return their requests."""
+        sequences = [self._rows.sequence(row) for row in rows.tolist()]
+        for sequence in sequences:
+            self._life.end(sequence)
+        return [sequence.request.id for sequence in sequences]
+
+
+@dataclass(slots=True)
+class _Check:
+    """The guesses of a row in a step, and the index of the sample that checks the first of them;
+    the others follow, and one after the last guess."""
+
+    row: int
+    guesses: IntArray
+    first: int
+    num_right: int = 0
+
+
+def _checks(plan: StepPlan) -> list[_Check]:
+    """The guesses in a plan, row by row."""
+    chunks = plan.chunks
+    sample_ends, token_ends = np.cumsum(chunks.num_sampled), np.cumsum(chunks.lengths)
+    return [
+        _Check(
+            row=int(chunks.rows[chunk]),
+            guesses=chunks.tokens[token_ends[chunk] - count + 1 : token_ends[chunk]],
+            first=int(sample_ends[chunk]) - count,
+        )
+        for chunk, count in enumerate(chunks.num_sampled.tolist())
+        if count > 1
+    ]

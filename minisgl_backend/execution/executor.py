@@ -1,4 +1,4 @@
-"""Runs plans on a device: one forward pass for each, and a token for each row that gets one.
+"""Runs plans on a device: one forward pass for each, and tokens for the rows that get some.
 
 All state that outlives a step is on the device, by row or page (``rows``, ``storage``), so a step
 is queued without knowing the tokens of the previous one. Everything runs in the order of the

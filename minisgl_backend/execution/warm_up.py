@@ -92,24 +92,27 @@ class WarmUp:
             raise ConfigError(
                 f"a step of {plan.num_tokens} tokens does not fit beside the KV pages, "
                 f"with {stages.device.free_memory() / 2**30:.1f} GiB free: lower memory_ratio, "
-                "num_pages, max_prefill_tokens or max_running_requests"
+                "num_pages, max_prefill_tokens, max_running_requests or speculative_tokens"
             ) from error
 
     def _dummy_plan(
         self, chunks: list[int], prefix: int, num_decodes: int, position: int
     ) -> StepPlan:
         """A plan that uses the dummy row throughout, so that only the dummy page is written. The
-        first chunk begins behind ``prefix``; decoding rows are at ``position``."""
+        first chunk begins behind ``prefix`` and samples for all guesses; decoding rows are at
+        ``position``."""
         row = self._stages.rows.table.dummy_row
         starts = np.zeros(len(chunks), np.int32)
         starts[:1] = prefix
+        num_sampled = np.ones(len(chunks), np.int32)
+        num_sampled[:1] += min(self._limits.most_guesses, chunks[0] - 1) if chunks else 0
         return StepPlan(
             step=-1,
             chunks=PromptChunks(
                 rows=np.full(len(chunks), row, np.int32),
                 starts=starts,
                 lengths=np.array(chunks, np.int32),
-                num_sampled=np.ones(len(chunks), np.int32),
+                num_sampled=num_sampled,
                 tokens=np.zeros(sum(chunks), np.int32),
             ),
             snapshots=Snapshots(begun_from=np.full(len(chunks), NO_SNAPSHOT, np.int32)),

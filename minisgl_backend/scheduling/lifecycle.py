@@ -231,7 +231,7 @@ class Lifecycle:
             for lease in leases:
                 windows.extend(lease, len(lease.pages))
         # [0, capacity / size)   the pages of the row so far
-        # [capacity / size]      the new page, for the position that the next step computes
+        # [capacity / size]      the new page, for positions that the next step computes
         draft.grant(rows, capacity[rows] // size, pages)
         capacity[rows] += size
         return True

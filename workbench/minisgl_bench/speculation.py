@@ -1,12 +1,13 @@
 """`minisgl bench speculation`: what a step that checks guesses costs, beside a plain decode step.
 
-A bias forces one token, so that all guesses are right and each step but the first ones checks as
-many as it may. The same requests then run in an engine that guesses nothing. The ratio of the two
+A bias forces one token, which prompts end with, so that all guesses are right and each step checks
+as many as it may. The same requests run in an engine that guesses nothing. The ratio of the two
 durations is the number of tokens that a check must give on average to save time.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -24,25 +25,29 @@ from minisgl_bench.prompts import Prompt, num_drawn_ids
 from minisgl_bench.runs import run_engine
 from minisgl_kit.report import Report, json_option
 
-_FORCED: Final = SamplingParams(temperature=0.0, logit_bias=((5, 100.0),))
+_TOKEN: Final = 5
+_REPEATED: Final = 8
+"""Number of these at the end of a prompt, so that there are guesses from the first token on."""
+_FORCED: Final = SamplingParams(temperature=0.0, logit_bias=((_TOKEN, 100.0),))
 _BATCHES: Final = (1, 2, 4, 8)
 
 
-def step_ms(engine: Engine, batch: int, prompt_tokens: int, output_tokens: int) -> float:
-    """The mean duration of the steps of ``batch`` requests behind their prompts."""
+def step_ms(
+    engine: Engine, batch: int, prompt_tokens: int, output_tokens: int, *, guesses: int
+) -> float:
+    """The mean duration of the steps of ``batch`` requests once all have their first token. Each
+    step gives each of them one token and all its ``guesses``."""
     rng = np.random.default_rng()  # no prompt may be in the prefix cache
-    prompts = [
-        Prompt(
-            rng.integers(0, num_drawn_ids(engine.info.vocab_size), prompt_tokens, dtype=np.int32),
-            output_tokens,
-        )
-        for _ in range(batch)
-    ]
-    before = engine.stats().num_steps
+    num_ids = num_drawn_ids(engine.info.vocab_size)
+    prompts = []
+    for _ in range(batch):
+        tokens = rng.integers(0, num_ids, prompt_tokens, dtype=np.int32)
+        tokens[-_REPEATED:] = _TOKEN
+        prompts.append(Prompt(tokens, output_tokens))
     sinks, _ = run_engine(engine, prompts, _FORCED)
-    num_steps = engine.stats().num_steps - before - 1
-    begun_s = max(sink.times_s[0] for sink in sinks)
-    return 1e3 * (max(sink.times_s[-1] for sink in sinks) - begun_s) / num_steps
+    last = max(sinks, key=lambda sink: sink.times_s[0])
+    num_steps = math.ceil((output_tokens - 1) / (1 + guesses))
+    return 1e3 * (last.times_s[-1] - last.times_s[0]) / num_steps
 
 
 @click.command(cls=EngineCommand)
@@ -54,7 +59,7 @@ def step_ms(engine: Engine, batch: int, prompt_tokens: int, output_tokens: int) 
     type=POSITIVE_INT,
     help="requests at once  [default: 1 2 4 8]",
 )
-@click.option("--prompt-tokens", type=POSITIVE_INT, default=500, show_default=True)
+@click.option("--prompt-tokens", type=click.IntRange(min=16), default=500, show_default=True)
 @click.option("--output-tokens", type=POSITIVE_INT, default=800, show_default=True)
 @json_option
 def speculation(
@@ -74,10 +79,14 @@ def speculation(
 
     def measured(options: EngineOptions) -> tuple[EngineInfo, list[float]]:
         with running_engine(options) as (engine, _):
+
+            def of(batch: int) -> float:
+                guesses = options.speculative_tokens
+                return step_ms(engine, batch, prompt_tokens, output_tokens, guesses=guesses)
+
             for batch in batch_sizes:  # compiles the kernels that are left
-                step_ms(engine, batch, prompt_tokens, output_tokens)
-            steps = [step_ms(engine, batch, prompt_tokens, output_tokens) for batch in batch_sizes]
-            return engine.info, steps
+                of(batch)
+            return engine.info, [of(batch) for batch in batch_sizes]
 
     _, plain = measured(replace(options, speculative_tokens=0))
     info, checks = measured(options)

@@ -23,9 +23,9 @@ class RowTable:
     """The state of all rows; tensors [num_rows + 1], of which the last is the dummy row.
 
     ``tokens`` int32: the token that was sampled last and is not computed yet; after guesses only
-    once it is told. ``lengths`` int32: the position of that token. ``pages`` int32 [num_rows + 1, max_pages]. ``lines`` is everything
-    that grants may write to: the lines of ``pages`` and, if layers have window pages, then one line
-    of these for each row.
+    once it is told. ``lengths`` int32: the position of that token. ``pages`` int32
+    [num_rows + 1, max_pages]. ``lines`` is everything that grants may write to: the lines of
+    ``pages`` and, if layers have window pages, then one line of these for each row.
     """
 
     tokens: Tensor

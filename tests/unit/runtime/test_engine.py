@@ -71,6 +71,15 @@ def test_guesses_bring_several_tokens_at_once(overlap: bool) -> None:
     assert 0 < stats.scheduler.num_right_guesses < stats.scheduler.num_guesses
 
 
+def test_steps_that_check_guesses_count_as_decode_steps() -> None:
+    it = Bench(overlap=False, model=Model(vocabulary=2), speculative_tokens=5)
+    it.submit(it.request([0, 1] * 5, max_tokens=40)).ending()
+    it.engine.close(drain_s=0)
+    kinds = [kind for kind, _ in it.engine.take_observations().step_s]
+    assert kinds == ["prefill", *["decode"] * (len(kinds) - 1)]
+    assert it.engine.stats().scheduler.num_checks > 0
+
+
 @pytest.mark.parametrize("overlap", [True, False])
 def test_generated_tokens_are_those_of_answers(overlap: bool) -> None:
     """Not what rows sample for nothing: after a stop token, and for a prompt alone."""

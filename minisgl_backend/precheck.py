@@ -8,6 +8,7 @@ the model (``model_check``), and then those that need the device.
 from __future__ import annotations
 
 import ctypes
+from typing import Final
 
 from minisgl_backend.adapter_options import check_adapters
 from minisgl_backend.config import EngineOptions
@@ -15,6 +16,8 @@ from minisgl_backend.errors import ConfigError
 from minisgl_backend.parallel.nodes import check_nodes
 from minisgl_backend.parallel.place import RankPlace, check_comm
 from minisgl_backend.parallel.rendezvous import listen_at
+
+_LEAST_FOR_GUESSES: Final = 4
 
 
 def device_type(options: EngineOptions) -> str | None:
@@ -67,6 +70,11 @@ def check_options(options: EngineOptions, device: str | None) -> None:
                 raise ConfigError(f"option {name}={value} needs cache=radix")
     _check_replicas(options)
     check_adapters(options)
+    if options.speculative_tokens and options.max_prefill_tokens < _LEAST_FOR_GUESSES:
+        raise ConfigError(
+            f"option speculative_tokens={options.speculative_tokens} needs max_prefill_tokens of "
+            f"at least {_LEAST_FOR_GUESSES}: a token and its guesses have half of a step"
+        )
     if device is not None:
         check_comm(options.comm, device, place)
     if options.batch_invariant:

@@ -144,9 +144,10 @@ class _MarkedStep(PendingWrapper):
 
 def described(plan: StepPlan) -> str:
     """A step by what it computes, as ``decode 64`` or ``prefill 8192 + decode 3``."""
-    parts = []
-    if len(plan.chunks.rows):
-        parts.append(f"prefill {len(plan.chunks.tokens)}")
+    parts, lengths, are_guesses = [], plan.chunks.lengths, plan.chunks.have_guesses
+    for what, chunks in (("prefill", lengths[~are_guesses]), ("check", lengths[are_guesses])):
+        if len(chunks):
+            parts.append(f"{what} {chunks.sum()}")
     if len(plan.decodes.rows):
         parts.append(f"decode {len(plan.decodes.rows)}")
     return " + ".join(parts) or "nothing"

@@ -60,7 +60,7 @@ def step_ms(
     help="requests at once  [default: 1 2 4 8]",
 )
 @click.option("--prompt-tokens", type=click.IntRange(min=16), default=500, show_default=True)
-@click.option("--output-tokens", type=POSITIVE_INT, default=800, show_default=True)
+@click.option("--output-tokens", type=click.IntRange(min=2), default=800, show_default=True)
 @json_option
 def speculation(
     options: EngineOptions,
@@ -75,6 +75,12 @@ def speculation(
         raise click.UsageError("--speculative-tokens must be above 0")
     if max(batch_sizes) > options.speculative_max_requests:
         raise click.UsageError("--batch-size is at most --speculative-max-rows")
+    checked = max(batch_sizes) * (1 + options.speculative_tokens)
+    if 2 * checked > options.max_prefill_tokens:
+        raise click.UsageError(
+            f"--max-prefill-tokens must be at least {2 * checked}, so that a step checks all "
+            "guesses"
+        )
     check_batches(batch_sizes, options)
 
     def measured(options: EngineOptions) -> tuple[EngineInfo, list[float]]:

@@ -391,6 +391,22 @@ def test_dummy_steps_have_chunks_beside_each_power_of_two_of_decoding_rows(
     assert set(num_decodes) >= {1, 2, 4, 8}
 
 
+def test_the_largest_dummy_step_has_as_many_guesses_as_there_may_be(
+    executor: ModelExecutor,
+) -> None:
+    stages, num_samples = executor.stages, []
+    stages.limits = replace(stages.limits, section=5, most_guesses=6)
+
+    def layers(batch: FlatBatch, prefill_tokens: IntArray) -> Tensor:
+        of_chunks = batch.sample_indices[batch.sample_indices >= batch.num_decodes]
+        num_samples.append(np.histogram(of_chunks, batch.chunk_offsets)[0].tolist())
+        return stages.forward.over_batch(batch, prefill_tokens)
+
+    executor.device.submit(WarmUp(stages, layers).largest).result()
+
+    assert num_samples == [[5, 3, 1, 1]]
+
+
 def test_dummy_steps_expand_latents_before_a_chunk(
     executor: ModelExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,34 @@
+"""`minisgl bench speculation`: what it measures, and what it refuses to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from minisgl_backend.cli.main import main
+from tests.figures import figures_of
+
+
+def test_steps_that_check_guesses_beside_plain_ones(tmp_path: Path) -> None:
+    sizes = ["--batch-size", "1", "--batch-size", "2", "--prompt-tokens", "20"]
+    arguments = ["--speculative-tokens", "3", "--output-tokens", "20", *sizes]
+    figures = figures_of(["speculation", *arguments], tmp_path)
+    assert [(row["batch"], row["guesses"]) for row in figures["rows"]] == [(1, 3), (2, 3)]
+    assert all(row["plain_ms"] > 0 and row["check_ms"] > 0 for row in figures["rows"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ("", "--speculative-tokens must be above 0"),
+        ("--speculative-tokens 3 --batch-size 9", "--batch-size is at most"),
+        ("--speculative-tokens 3 --max-prefill-tokens 63", "must be at least 64, so that a step"),
+        ("--speculative-tokens 3 --output-tokens 1", "is not in the range x>=2"),
+    ],
+)
+def test_what_would_not_be_measured_is_refused(arguments: str, complaint: str) -> None:
+    result = CliRunner().invoke(main, ["bench", "speculation", *arguments.split()])
+    assert result.exit_code == 2
+    assert complaint in result.output.replace("\n", " ")

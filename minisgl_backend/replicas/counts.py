@@ -5,11 +5,11 @@ Must not know how counts arrive.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Final
 
 from minisgl_backend.runtime.recorder import EngineStats
-from minisgl_backend.scheduling.report import SchedulerStats
+from minisgl_backend.scheduling.report import Counters
 
 _NO_STATS: Final = EngineStats.sum([])
 
@@ -24,17 +24,8 @@ class ReplicaCounts:
 
     def end(self) -> None:
         """The process has ended: what it counted stays, what it held is gone."""
-        gone = SchedulerStats(
-            **{
-                **asdict(_NO_STATS.scheduler),
-                "num_retractions": self.now.scheduler.num_retractions,
-                "prefix_queries": self.now.scheduler.prefix_queries,
-                "prefix_hits": self.now.scheduler.prefix_hits,
-                "num_checks": self.now.scheduler.num_checks,
-                "num_guesses": self.now.scheduler.num_guesses,
-                "num_right_guesses": self.now.scheduler.num_right_guesses,
-            }
-        )
+        counted = {spec.name: getattr(self.now.scheduler, spec.name) for spec in fields(Counters)}
+        gone = replace(_NO_STATS.scheduler, **counted)
         ended = replace(
             self.now, scheduler=gone, num_open=0, running_adapters=(), waiting_adapters=()
         )

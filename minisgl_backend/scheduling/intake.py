@@ -41,16 +41,16 @@ class Intake:
     def take(self, plan: StepPlan, tokens: SampledTokens) -> StepResult:
         """Take the tokens of ``plan``, and release what nothing uses anymore."""
         rows, chunks, guessed = self._rows, plan.chunks, plan.chunks.have_guesses
-        num_tokens, num_samples = len(tokens.token_ids), len(plan.sample_rows)
-        if num_tokens != num_samples:
-            raise InvariantError(f"{num_tokens} tokens for {num_samples} samples")
+        sample_rows = plan.sample_rows
+        if len(tokens.token_ids) != len(sample_rows):
+            raise InvariantError(f"{len(tokens.token_ids)} tokens for {len(sample_rows)} samples")
         rows.landed(chunks.rows, np.where(guessed, chunks.starts + 1, chunks.ends))
         rows.landed(plan.decodes.rows, plan.decodes.positions + 1)
         scored = self._take_scores(plan, tokens.prompt_logprobs)
         if guessed.any():
             result = self._take_guessed(plan, tokens, scored)
         else:
-            result = self._take(plan.sample_rows, tokens, scored)
+            result = self._take(sample_rows, tokens, scored)
         for row in chunks.rows[~guessed].tolist():
             sequence = rows.sequences[row]
             if sequence is not None and not sequence.failed:

@@ -151,9 +151,9 @@ class Scheduler:
 
     def plan(self) -> StepPlan | None:
         """The next step, or None if nothing can run now."""
-        guesses: Mapping[int, IntArray] = {}
         if self._has_unjudged:
             return None
+        guesses: Mapping[int, IntArray] = {}
         if self._guesser is not None:
             guesses = self._guesser.of_rows(self._rows.ready_to_decode())
             if any(self._rows.in_flight[row] for row in guesses):

@@ -33,7 +33,7 @@ _BATCHES: Final = (1, 2, 4, 8)
 
 
 def step_ms(
-    engine: Engine, batch: int, prompt_tokens: int, output_tokens: int, *, guesses: int
+    engine: Engine, batch: int, *, prompt_tokens: int, output_tokens: int, guesses: int
 ) -> float:
     """The mean duration of the steps of ``batch`` requests once all have their first token. Each
     step gives each of them one token and all its ``guesses``."""
@@ -74,7 +74,7 @@ def speculation(
     if not options.speculative_tokens:
         raise click.UsageError("--speculative-tokens must be above 0")
     if max(batch_sizes) > options.speculative_max_requests:
-        raise click.UsageError("--batch-size is at most --speculative-max-rows")
+        raise click.UsageError("--batch-size is at most --speculative-max-requests")
     checked = max(batch_sizes) * (1 + options.speculative_tokens)
     if 2 * checked > options.max_prefill_tokens:
         raise click.UsageError(
@@ -84,15 +84,12 @@ def speculation(
     check_batches(batch_sizes, options)
 
     def measured(options: EngineOptions) -> tuple[EngineInfo, list[float]]:
+        lengths = {"prompt_tokens": prompt_tokens, "output_tokens": output_tokens}
+        lengths["guesses"] = options.speculative_tokens
         with running_engine(options) as (engine, _):
-
-            def of(batch: int) -> float:
-                guesses = options.speculative_tokens
-                return step_ms(engine, batch, prompt_tokens, output_tokens, guesses=guesses)
-
             for batch in batch_sizes:  # compiles the kernels that are left
-                of(batch)
-            return engine.info, [of(batch) for batch in batch_sizes]
+                step_ms(engine, batch, **lengths)
+            return engine.info, [step_ms(engine, batch, **lengths) for batch in batch_sizes]
 
     _, plain = measured(replace(options, speculative_tokens=0))
     info, checks = measured(options)

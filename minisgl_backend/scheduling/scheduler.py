@@ -40,7 +40,7 @@ import numpy as np
 
 from minisgl_backend.cache.kv import KVCache
 from minisgl_backend.errors import InvariantError
-from minisgl_backend.plan import NO_SNAPSHOT, Admission, SampledTokens, StepPlan
+from minisgl_backend.plan import NO_SNAPSHOT, Admission, Decodes, SampledTokens, StepPlan
 from minisgl_backend.request import (
     EMPTY,
     IntArray,
@@ -236,9 +236,8 @@ class Scheduler:
             ready = ready[rows.planned[ready] < rows.capacity[ready]]
         groups, ready = self._life.groups_of(ready), rows.by_adapter(ready)
         positions = rows.plan_decode(ready)
-        draft.decode(ready, positions, groups)
-        if self._guesser is not None:
-            draft.last_tokens = rows.tell(ready, positions)
+        told = EMPTY if self._guesser is None else rows.tell(ready)
+        draft.decode(Decodes(ready, positions, told), groups)
         if self._life.states is not None:
             self._life.states.keep(ready, positions, draft)
         return under_pressure

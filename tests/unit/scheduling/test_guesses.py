@@ -77,10 +77,12 @@ def guessed(plan: StepPlan) -> dict[int, tuple[int, list[int]]]:
 
 
 def told(plan: StepPlan) -> list[tuple[int, int, int]]:
-    """The rows, positions and tokens of the plan's last tokens."""
-    last = plan.last_tokens
-    lines = zip(last.rows.tolist(), last.positions.tolist(), last.tokens.tolist(), strict=True)
-    return list(lines)
+    """The rows that the plan tells their last tokens, with positions and tokens."""
+    decodes = plan.decodes
+    if not len(decodes.told):
+        return []
+    lines = np.stack([decodes.rows, decodes.positions, decodes.told], axis=1).tolist()
+    return [(row, position, token) for row, position, token in lines if token != NO_TOKEN]
 
 
 def decoded(plan: StepPlan) -> list[tuple[int, int]]:

@@ -1,7 +1,8 @@
 """Guesser at the next tokens of decoding rows, from what their sequences hold already.
 
 Text repeats itself: code that is edited, documents that are quoted, calls with the same fields. If
-the last tokens of a sequence have occurred in it before, those that followed then may follow again.
+the last tokens of a sequence have occurred in it before, those that followed then may follow again;
+all the more, the longer the part that occurs twice.
 So a step computes the row's last token and the guesses together, and samples a token after each. As
 long as samples equal the guesses, the next sample is what a later step would have sampled, since it
 depends only on the tokens before it, its position and the seed. So a row gets at least one token a
@@ -21,10 +22,13 @@ import numpy as np
 from minisgl_backend.request import EMPTY, IntArray
 from minisgl_backend.scheduling.running import RunningRows
 
-_LOOKED_FOR: Final = 3
+_LEAST: Final = 3
 """Number of last tokens that must have occurred before."""
-_PAUSE: Final = 16
-"""Number of tokens that a row gets without guesses after those of which none was right."""
+_MOST: Final = 32
+"""Number of last tokens that are compared. Almost all guesses after as many are right."""
+_PAUSE: Final = 4
+"""Number of tokens that a row gets without guesses after those of which none was right. (``minisgl
+bench guesses`` shows what these numbers do.)"""
 
 
 class Guesser:
@@ -78,16 +82,21 @@ class Guesser:
 
 
 def repeated(tokens: IntArray, most: int) -> IntArray:
-    """The tokens, ``most`` of them, after the last earlier place at which the last ``_LOOKED_FOR``
-    of ``tokens``, int32[num_tokens], stand; none if there is no such place.
+    """The tokens, ``most`` of them, that followed when the last of ``tokens``, int32[num_tokens],
+    stood there before; none if fewer than ``_LEAST`` did.
 
-    If that place is less than ``most`` before the end, what is between is repeated.
+    Of several such places the one counts before which most tokens equal the last ones, and of
+    equal ones the last. If it is less than ``most`` before the end, what is between is repeated.
     """
-    if len(tokens) <= _LOOKED_FOR:
+    if len(tokens) <= _LEAST:
         return EMPTY
-    places = np.flatnonzero(tokens[_LOOKED_FOR - 1 : -1] == tokens[-1]) + _LOOKED_FOR - 1
-    for before in range(1, _LOOKED_FOR):
-        places = places[tokens[places - before] == tokens[-1 - before]]
-    if not len(places):
-        return EMPTY
-    return np.resize(tokens[places[-1] + 1 :][:most], most)
+    ends = np.flatnonzero(tokens[:-1] == tokens[-1])  # of parts that equal the last tokens
+    for length in range(2, min(_MOST, len(tokens) - 1) + 1):
+        longer = ends[ends >= length - 1]
+        longer = longer[tokens[longer - length + 1] == tokens[-length]]
+        if not len(longer):
+            if length <= _LEAST:
+                return EMPTY
+            break
+        ends = longer
+    return np.resize(tokens[ends[-1] + 1 :][:most], most)

@@ -1,16 +1,15 @@
-"""Guesser at the next tokens of decoding rows, from what their sequences hold already.
+"""Guesser at the next tokens of decoding rows, from what was said before.
 
 Text repeats itself: code that is edited, documents that are quoted, calls with the same fields. If
-the last tokens of a sequence have occurred in it before, those that followed then may follow again;
-all the more, the longer the part that occurs twice.
-So a step computes the row's last token and the guesses together, and samples a token after each. As
-long as samples equal the guesses, the next sample is what a later step would have sampled, since it
-depends only on the tokens before it, its position and the seed. So a row gets at least one token a
-step, and the same ones as without guesses, but for the rounding of larger steps.
+the last tokens of a sequence have occurred before (``scheduling.lookup``), those that followed then
+may follow again. So a step computes the row's last token and the guesses together, and samples a
+token after each. As long as samples equal the guesses, the next sample is what a later step would
+have sampled, since it depends only on the tokens before it, its position and the seed. So a row
+gets at least one token a step, and the same ones as without guesses, but for the rounding of larger
+steps.
 
-Known as prompt lookup decoding (A. Saxena, 2023), a form of speculative decoding (Leviathan et al.,
-arXiv 2211.17192). Knows the tokens of rows and what they ask of sampling. Must not know pages or
-plans.
+A form of speculative decoding (Leviathan et al., arXiv 2211.17192). Knows the tokens of rows and
+what they ask of sampling. Must not know pages or plans.
 """
 
 from __future__ import annotations
@@ -19,26 +18,26 @@ from typing import Final
 
 import numpy as np
 
-from minisgl_backend.request import EMPTY, IntArray
+from minisgl_backend.request import IntArray
+from minisgl_backend.scheduling.lookup import RecentAnswers, guesses_at
 from minisgl_backend.scheduling.running import RunningRows
 
-_LEAST: Final = 3
-"""Number of last tokens that must have occurred before."""
-_MOST: Final = 32
-"""Number of last tokens that are compared. Almost all guesses after as many are right."""
 _PAUSE: Final = 4
-"""Number of tokens that a row gets without guesses after those of which none was right. (``minisgl
-bench guesses`` shows what these numbers do.)"""
+"""Number of tokens that a row gets without guesses after those of which none was right."""
 
 
 class Guesser:
     """How many guesses each row of ``RunningRows`` may have next, by how good its last ones were.
 
-    At most ``most_tokens`` for a row, and none while more than ``max_rows`` rows decode.
+    At most ``most_tokens`` for a row, and none while more than ``max_rows`` rows decode. They come
+    from the row's own tokens, or from ``recent`` answers.
     """
 
-    def __init__(self, rows: RunningRows, *, most_tokens: int, max_rows: int) -> None:
+    def __init__(
+        self, rows: RunningRows, recent: RecentAnswers, *, most_tokens: int, max_rows: int
+    ) -> None:
         self._rows = rows
+        self._recent = recent
         self._most_tokens = most_tokens
         self._max_rows = max_rows
         num_rows = len(rows.sequences)
@@ -66,7 +65,8 @@ class Guesser:
         most = np.minimum(self._may_have[ready], self._rows.limit[ready] - planned[ready] - 2)
         may_guess = (most > 0) & (planned[ready] >= self._begin_at[ready])
         for row, count in zip(ready[may_guess].tolist(), most[may_guess].tolist(), strict=True):
-            guesses = repeated(self._rows.known(row), count)
+            cache_key = self._rows.sequence(row).request.cache_key
+            guesses = guesses_at(self._rows.known(row), count, self._recent, cache_key)
             if len(guesses):
                 found[row] = guesses
         return found
@@ -79,24 +79,3 @@ class Guesser:
             self._may_have[row] = min(self._most_tokens, 2 * num_right + 1)
         if not num_right:
             self._begin_at[row] = self._rows.planned[row] + _PAUSE
-
-
-def repeated(tokens: IntArray, most: int) -> IntArray:
-    """The tokens, ``most`` of them, that followed when the last of ``tokens``, int32[num_tokens],
-    stood there before; none if fewer than ``_LEAST`` did.
-
-    Of several such places the one counts before which most tokens equal the last ones, and of
-    equal ones the last. If it is less than ``most`` before the end, what is between is repeated.
-    """
-    if len(tokens) <= _LEAST:
-        return EMPTY
-    ends = np.flatnonzero(tokens[:-1] == tokens[-1])  # of parts that equal the last tokens
-    for length in range(2, min(_MOST, len(tokens) - 1) + 1):
-        longer = ends[ends >= length - 1]
-        longer = longer[tokens[longer - length + 1] == tokens[-length]]
-        if not len(longer):
-            if length <= _LEAST:
-                return EMPTY
-            break
-        ends = longer
-    return np.resize(tokens[ends[-1] + 1 :][:most], most)

@@ -30,11 +30,20 @@ def test_an_answer_that_repeats_the_prompt_takes_few_steps(tmp_path: Path) -> No
 
 def test_what_is_guessed_right_takes_no_steps() -> None:
     tokens = np.arange(50, dtype=np.int32)
-    num_steps, stats = replayed(tokens, tokens, 7)
-    assert num_steps == stats.num_checks + 3 - 1, "the first sample is the prompt's"
-    assert stats.num_right_guesses == stats.num_guesses == 49 - num_steps
-    num_steps, stats = replayed(tokens, 100 + tokens, 7)
-    assert (num_steps, stats.num_checks) == (49, 0)
+    (again,) = replayed(tokens, [tokens], most_guesses=7)
+    assert again.num_steps == again.num_checks + 3 - 1, "the first sample is the prompt's"
+    assert again.num_right == again.num_guesses == 49 - again.num_steps
+    (new,) = replayed(tokens, [100 + tokens], most_guesses=7)
+    assert (new.num_steps, new.num_checks) == (49, 0)
+
+
+def test_answers_are_looked_for_in_those_before_them() -> None:
+    prompt, answer = np.arange(9, dtype=np.int32), np.arange(100, 150, dtype=np.int32)
+    for recent_tokens, gains in ((0, False), (100, True), (20, False)):
+        replays = replayed(prompt, [answer, answer], most_guesses=7, recent_tokens=recent_tokens)
+        first, second = replays
+        assert (first.num_steps, first.num_checks) == (49, 0)
+        assert (second.num_right > 40) == gains
 
 
 @pytest.mark.parametrize("text", ["", " "])

@@ -454,8 +454,8 @@ class BreakingStep(PendingWrapper):
         super().__init__(step)
         self.when = when
 
-    def mask(self, rows: IntArray) -> None:
-        super().mask(rows)
+    def mask(self, samples: IntArray) -> None:
+        super().mask(samples)
         if self.when == "masked":
             raise RuntimeError("broken while it was masked")
 

@@ -44,11 +44,11 @@ class _Paced:
         self._token_ids = token_ids
         self._due_s = due_s
 
-    def masks(self, num_rows: int) -> IntArray:
+    def masks(self, num_masks: int) -> IntArray:
         """Tokens are made up, so masks say nothing."""
-        return np.empty((num_rows, 0), np.int32)
+        return np.empty((num_masks, 0), np.int32)
 
-    def mask(self, rows: IntArray) -> None:
+    def mask(self, samples: IntArray) -> None:
         pass
 
     def tokens(self) -> SampledTokens:

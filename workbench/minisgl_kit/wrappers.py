@@ -155,11 +155,11 @@ class PendingWrapper:
     def __init__(self, step: Pending) -> None:
         self.wrapped = step
 
-    def masks(self, num_rows: int) -> IntArray:
-        return self.wrapped.masks(num_rows)
+    def masks(self, num_masks: int) -> IntArray:
+        return self.wrapped.masks(num_masks)
 
-    def mask(self, rows: IntArray) -> None:
-        self.wrapped.mask(rows)
+    def mask(self, samples: IntArray) -> None:
+        self.wrapped.mask(samples)
 
     def tokens(self) -> SampledTokens:
         return self.wrapped.tokens()

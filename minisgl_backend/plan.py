@@ -162,6 +162,16 @@ class PromptChunks:
         begins = np.repeat(self.ends + 1 - np.cumsum(counts), counts)
         return np.asarray(begins + np.arange(len(begins)), np.int32)
 
+    def guesses(self) -> dict[int, IntArray]:
+        """The guesses at the next tokens of each row that has some, int32[n]."""
+        ends = np.cumsum(self.lengths)
+        return {
+            int(self.rows[chunk]): self.tokens[
+                ends[chunk] - self.num_sampled[chunk] + 1 : ends[chunk]
+            ]
+            for chunk in np.flatnonzero(self.have_guesses)
+        }
+
     @property
     def have_guesses(self) -> Mask:
         """Which chunks consist of a row's last token and guesses, bool[num_chunks]."""

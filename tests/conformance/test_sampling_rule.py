@@ -414,8 +414,8 @@ def test_each_sample_of_a_row_has_its_own_mask(way: Way) -> None:
     table.column("masked")[1] = 1
     rows = torch.tensor([1, 0, 1, 1], dtype=torch.int32, device=way.device)
     allowed = [[7], [], [8, 9], [31, 32]]
-    for sample, tokens in enumerate(allowed):
-        write_mask(table, sample, tokens)
+    for index, few in enumerate(allowed):
+        write_mask(table, index, few)
     logits = torch.linspace(0.0, 3.0, 40, device=way.device).repeat(4, 1)
     for temperature, top_k in ((0.0, 0), (1.0, 0), (1.0, 30)):
         table.column("temperature").fill_(temperature)

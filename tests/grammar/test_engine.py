@@ -415,6 +415,9 @@ def alone(ranked: Ranked) -> list[tuple[list[int], FinishReason | None]]:
         {"max_prefill_tokens": 16, "page_size": 4},
         {"num_pages": 40, "page_size": 4},
         {"num_pages": 40, "page_size": 4, "overlap": False},
+        {"speculative_tokens": 6, "speculative_max_requests": 20},
+        {"speculative_tokens": 3, "overlap": False, "page_size": 4},
+        {"speculative_tokens": 6, "num_pages": 40, "page_size": 4},
     ],
     ids=str,
 )
@@ -431,8 +434,11 @@ def test_the_same_answer_in_any_company(
         answers = [ranked.submit(*asked) for asked in company()]
         wait_for_all(answers)
         assert [(answer.tokens, answer.reason) for answer in answers] == alone
+        stats = ranked.engine.stats().scheduler
         if "num_pages" in options:
-            assert ranked.engine.stats().scheduler.num_retractions > 3
+            assert stats.num_retractions > 3
+        if "speculative_tokens" in options:
+            assert stats.num_right_guesses > 0
 
 
 class BreakingExecutor(ExecutorWrapper):

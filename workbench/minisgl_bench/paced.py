@@ -24,6 +24,7 @@ from minisgl_backend.request import EMPTY, IntArray, Request, RequestId
 from minisgl_backend.runtime import ports
 from minisgl_backend.runtime.engine import Engine
 from minisgl_backend.runtime.engine_base import EngineInfo
+from minisgl_backend.scheduling.lookahead import Lookahead
 from minisgl_backend.scheduling.report import StepResult
 from minisgl_backend.scheduling.scheduler import Scheduler
 from minisgl_backend.text.tokenizer_files import check_tokenizer, understood
@@ -170,8 +171,8 @@ class JournaledScheduler(SchedulerWrapper):
         self._note("aborted", [request_id] if was_live else [])
         return was_live
 
-    def plan(self) -> StepPlan | None:
-        plan = super().plan()
+    def plan(self, lookahead: Lookahead | None = None) -> StepPlan | None:
+        plan = super().plan(lookahead)
         if plan is not None and plan.admissions:
             self._note("admitted", [admission.request_id for admission in plan.admissions])
         return plan

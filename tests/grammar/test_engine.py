@@ -78,9 +78,9 @@ def text_of(answer: Answer) -> str:
     return TextStream(VOCABULARY).push(answer.tokens, final=True).text
 
 
-@pytest.fixture(scope="module")
-def ranked() -> Iterator[Ranked]:
-    with ranked_engine(1, **OPTIONS) as engine:
+@pytest.fixture(scope="module", params=[0, 5], ids=["plain", "guessing"])
+def ranked(request: pytest.FixtureRequest) -> Iterator[Ranked]:
+    with ranked_engine(1, **OPTIONS, speculative_tokens=request.param) as engine:
         yield engine
 
 
@@ -398,12 +398,13 @@ def company() -> list[tuple[IntArray, SamplingParams]]:
 
 
 @pytest.fixture(scope="module")
-def alone(ranked: Ranked) -> list[tuple[list[int], FinishReason | None]]:
+def alone() -> list[tuple[list[int], FinishReason | None]]:
     found = []
-    for prompt, sampling in company():
-        answer = ranked.submit(prompt, sampling)
-        wait_for_all([answer])
-        found.append((answer.tokens, answer.reason))
+    with ranked_engine(1, **OPTIONS) as ranked:
+        for prompt, sampling in company():
+            answer = ranked.submit(prompt, sampling)
+            wait_for_all([answer])
+            found.append((answer.tokens, answer.reason))
     return found
 
 

@@ -274,9 +274,5 @@ def _limits(
         # on all ranks, though only rank 0 has masks: captured sums need every rank
         takes_masks=options.structured_outputs,
         section=facts.shape.section,
-        most_guesses=min(
-            options.speculative_tokens
-            * min(options.speculative_max_requests, options.max_running_requests),
-            options.max_prefill_tokens // 2,
-        ),
+        most_guesses=options.most_guesses,
     )

@@ -315,6 +315,12 @@ class EngineOptions:
         for spec in fields(self):
             _check_range(spec, getattr(self, spec.name))
 
+    @property
+    def most_guesses(self) -> int:
+        """The most guesses that a step checks."""
+        num_rows = min(self.speculative_max_requests, self.max_running_requests)
+        return min(self.speculative_tokens * num_rows, self.max_prefill_tokens // 2)
+
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> EngineOptions:
         """Options from their names and values; a value is a string or of the option's type.

@@ -163,6 +163,16 @@ class PromptChunks:
         begins = np.repeat(self.ends + 1 - np.cumsum(counts), counts)
         return np.asarray(begins + np.arange(len(begins)), np.int32)
 
+    def guesses(self) -> dict[int, IntArray]:
+        """The guesses at the next tokens of each row that has some, int32[n]."""
+        ends = np.cumsum(self.lengths)
+        return {
+            int(self.rows[chunk]): self.tokens[
+                ends[chunk] - self.num_sampled[chunk] + 1 : ends[chunk]
+            ]
+            for chunk in np.flatnonzero(self.have_guesses)
+        }
+
     @property
     def have_guesses(self) -> Mask:
         """Which chunks consist of a row's last token and guesses, bool[num_chunks]."""
@@ -272,8 +282,9 @@ class StepPlan:
     of their own. No entry is granted twice.
     ``groups``: rows of ``decodes`` whose shared pages are worth reading together. Results do not
     depend on them.
-    ``masked_rows``: the rows that get a token and whose request has a grammar. If there are any,
-    the step waits for their masks before it samples (``Pending.mask``).
+    ``masked_rows``: the rows that get a token and whose request has a grammar, each once, in the
+    order of ``sample_rows``. If there are any, the step waits for the masks of their samples before
+    it samples (``Pending.mask``).
     ``draws``: in place of the admissions, on ranks other than 0.
     """
 
@@ -403,14 +414,16 @@ def _renumbered(of_samples: Mapping[int, _T], indices: IntArray) -> Mapping[int,
 class Pending(Protocol):
     """A launched step."""
 
-    def masks(self, num_rows: int) -> IntArray:
-        """Memory for the masks of the step, int32[num_rows, words of 32 tokens]: uninitialized, and
-        quick to copy to the device. Any thread may write to it once all earlier steps are done."""
+    def masks(self, num_masks: int) -> IntArray:
+        """Memory for the masks of the step, int32[num_masks, words of 32 tokens]: uninitialized,
+        and quick to copy to the device. Any thread may write to it once all earlier steps are
+        done."""
 
-    def mask(self, rows: IntArray) -> None:
-        """Let a step with masked rows sample. Each of ``rows``, int32[n], gets a token whose bit is
-        set in its line of ``masks(n)``. Comes before another step is launched."""
+    def mask(self, samples: IntArray) -> None:
+        """Let a step with masked rows sample. Each of ``samples``, int32[n], which are indices of
+        ``StepPlan.sample_rows``, gets a token whose bit is set in its line of ``masks(n)``. The
+        others of masked rows get any tokens. Comes before another step is launched."""
 
     def tokens(self) -> SampledTokens:
         """Wait for the step and return what it sampled: the one host sync of a step. If the step
-        still waits for masks, it samples with those that its rows had last."""
+        still waits for masks, its masked rows get any tokens."""

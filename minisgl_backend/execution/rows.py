@@ -38,8 +38,10 @@ class DeviceRows:
         dummy_page: int,
         vocab_size: int,
         dummy_window_page: int | None = None,
+        most_guesses: int = 0,
     ):
-        """``dummy_window_page`` is given if layers have window pages."""
+        """``dummy_window_page`` is given if layers have window pages. ``most_guesses`` are checked
+        in a step, beside a token of each row."""
         self._device = device
         self._dummy_window_page = dummy_window_page
         self.page_size = page_size
@@ -50,6 +52,7 @@ class DeviceRows:
             vocab_size=vocab_size,
             device=device.torch_device,
             dummy_window_page=dummy_window_page,
+            most_guesses=most_guesses,
         )
 
     def admit(self, admissions: Sequence[Admission]) -> None:

@@ -90,18 +90,12 @@ class Stages:
             dummy_page=storage.dummy_page,
             dummy_window_page=storage.dummy_window_page,
             vocab_size=model.spec.vocab_size,
+            most_guesses=limits.most_guesses,
         )
         table = self.rows.table
         num_rows = len(table.tokens)
         self.forward = ForwardPass(model, self.rows, attention, device, states, adapters)
-        self.sampler = Sampler(
-            table,
-            device,
-            model.group,
-            model.head.splits,
-            self._gathered,
-            most_guesses=limits.most_guesses,
-        )
+        self.sampler = Sampler(table, device, model.group, model.head.splits, self._gathered)
         self.scorer = PromptScorer(
             model, device, num_rows=num_rows, most_rows=limits.scored_at_once
         )

@@ -48,9 +48,10 @@ class RowTable:
         vocab_size: int,
         device: torch.device,
         dummy_window_page: int | None = None,
+        most_guesses: int = 0,
     ) -> RowTable:
         """Greedy rows of length 0 whose pages are all the dummy page. With ``dummy_window_page``
-        they also have window pages."""
+        they also have window pages. ``most_guesses``: see ``SamplingTable.empty``."""
         num_lines = (num_rows + 1) * (1 if dummy_window_page is None else 2)
         shape = (num_lines, max_pages)
         lines = torch.full(shape, dummy_page, dtype=torch.int32, device=device)
@@ -63,7 +64,7 @@ class RowTable:
             lines=lines,
             pages=lines[: num_rows + 1],
             window_pages=window_pages,
-            sampling=SamplingTable.empty(num_rows + 1, vocab_size, device),
+            sampling=SamplingTable.empty(num_rows + 1, vocab_size, device, most_guesses),
         )
 
     @property

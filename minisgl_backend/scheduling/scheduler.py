@@ -53,6 +53,7 @@ from minisgl_backend.scheduling.draft import Draft
 from minisgl_backend.scheduling.guesses import Guesser
 from minisgl_backend.scheduling.intake import Intake
 from minisgl_backend.scheduling.lifecycle import Lifecycle
+from minisgl_backend.scheduling.lookahead import Lookahead
 from minisgl_backend.scheduling.lookup import RecentAnswers
 from minisgl_backend.scheduling.report import Counters, SchedulerStats, StepResult
 from minisgl_backend.scheduling.room import Room
@@ -154,13 +155,13 @@ class Scheduler:
         self._life.end(sequence)
         return True
 
-    def plan(self) -> StepPlan | None:
+    def plan(self, lookahead: Lookahead | None = None) -> StepPlan | None:
         """The next step, or None if nothing can run now."""
         if self._has_unjudged:
             return None
         guesses: Mapping[int, IntArray] = {}
         if self._guesser is not None:
-            guesses = self._guesser.of_rows(self._rows.ready_to_decode())
+            guesses = self._guesser.of_rows(self._rows.ready_to_decode(), lookahead)
             if any(self._rows.in_flight[row] for row in guesses):
                 return None
         draft = Draft(self._config.max_prefill_tokens)

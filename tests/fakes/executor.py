@@ -155,11 +155,11 @@ class FakePending:
     plan: StepPlan
     result: SampledTokens | None = None
 
-    def masks(self, num_rows: int) -> IntArray:
+    def masks(self, num_masks: int) -> IntArray:
         """The arithmetic knows no masks."""
-        return np.empty((num_rows, 0), np.int32)
+        return np.empty((num_masks, 0), np.int32)
 
-    def mask(self, rows: IntArray) -> None:
+    def mask(self, samples: IntArray) -> None:
         pass
 
     def tokens(self) -> SampledTokens:

@@ -474,11 +474,12 @@ class BreakingStep(PendingWrapper):
 
 
 @pytest.mark.parametrize("when", ["masked", "read"])
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize(("overlap", "num_guesses"), [(True, 0), (True, 5), (False, 0)])
 def test_the_same_answer_after_a_step_that_broke(
-    alone: list[tuple[list[int], FinishReason | None]], overlap: bool, when: str
+    alone: list[tuple[list[int], FinishReason | None]], overlap: bool, num_guesses: int, when: str
 ) -> None:
-    options = EngineOptions.from_mapping(OPTIONS)
+    guessing = {"speculative_tokens": num_guesses, "speculative_max_requests": 20}
+    options = EngineOptions.from_mapping({**OPTIONS, **guessing})
     info, executor = build_executor(options)
     engine = Engine(
         info,

@@ -28,6 +28,7 @@ from minisgl_backend.kernels.dispatch import at_least_float32
 from minisgl_backend.kernels.rows import RowTable, keep_sampled
 from minisgl_backend.kernels.sampling import best_of_part, best_of_parts, sample
 from minisgl_backend.kernels.sampling_rule import SPLITS
+from minisgl_backend.kernels.sampling_table import Samples
 from minisgl_backend.kernels.sampling_workspace import SamplingWorkspace
 from minisgl_backend.parallel.group import Group
 from minisgl_backend.plan import Admission, Draws
@@ -49,12 +50,11 @@ class StepOutput:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepLogits:
-    """What is sampled from: this rank's ``logits`` [num_samples, tokens of the rank], and the
-    ``rows`` and the ``positions`` of the new tokens, int32 [num_samples]."""
+    """What is sampled from: this rank's ``logits`` [num_samples, tokens of the rank] of
+    ``samples``."""
 
     logits: Tensor
-    rows: Tensor
-    positions: Tensor
+    samples: Samples
 
 
 class Sampler:
@@ -128,24 +128,23 @@ class Sampler:
         those of all ranks; it may be False only if ``need_all_logits`` is."""
         logits = self._gathered(due.logits) if all_logits else due.logits
         tokens = self._of_rank_0(logits, due) if all_logits else self._of_all_ranks(due)
-        keep_sampled(self._table, due.rows, due.positions, tokens)
+        keep_sampled(self._table, due.samples, tokens)
         return StepOutput(tokens, logits)
 
     def _of_rank_0(self, logits: Tensor, due: StepLogits) -> Tensor:
         """Rank 0's tokens, sampled from all logits."""
-        group, rows = self._group, due.rows
+        group, shape = self._group, (len(due.samples.rows),)
         if group.rank > 0:
-            tokens = torch.empty(len(rows), dtype=torch.int32, device=logits.device)
+            tokens = torch.empty(shape, dtype=torch.int32, device=logits.device)
             tokens = group.broadcast(tokens)
             # on a GPU nothing may be read here: the step may be captured
             if self._device.is_host and bool((tokens == _NOT_SAMPLED).any()):
                 raise RuntimeError("rank 0 could not sample")
             return tokens
         try:
-            tokens = sample(logits, self._table.sampling, rows, due.positions, self._workspace)
+            tokens = sample(logits, self._table.sampling, due.samples, self._workspace)
         except Exception:
             if group.size > 1:
-                shape = (len(rows),)
                 group.broadcast(
                     torch.full(shape, _NOT_SAMPLED, dtype=torch.int32, device=logits.device)
                 )
@@ -156,12 +155,12 @@ class Sampler:
         """The best of all ranks' best tokens, the same on all of them."""
         table, splits = self._table.sampling, self._splits
         try:
-            best = best_of_part(due.logits, table, due.rows, due.positions, self._workspace, splits)
+            best = best_of_part(due.logits, table, due.samples, self._workspace, splits)
         except Exception:
             dtype = at_least_float32(due.logits).dtype
-            shape = (len(due.rows), 2)
+            shape = (len(due.logits), 2)
             self._group.all_gather(
-                torch.full(shape, torch.nan, dtype=dtype, device=due.rows.device)
+                torch.full(shape, torch.nan, dtype=dtype, device=due.logits.device)
             )
             raise
         found = self._group.all_gather(best)

@@ -28,6 +28,7 @@ from minisgl_backend.execution.states import StateStorage
 from minisgl_backend.execution.storage import KVStorage
 from minisgl_backend.kernels.adapters import AdaptedTokens
 from minisgl_backend.kernels.rows import StepInputs, begin_decode
+from minisgl_backend.kernels.sampling_table import Samples
 from minisgl_backend.models.decoder import Decoder
 from minisgl_backend.plan import Admission
 
@@ -130,26 +131,27 @@ class Stages:
         # [batch_size, hidden_size]
         hidden = self.forward.over_decodes(step, grouped=grouped, adapted=adapted)
         part = self.model.logits_part(hidden, out=self._own_logits[:batch_size])
-        return StepLogits(part, step.rows, step.lengths)
+        return StepLogits(part, Samples(step.rows, step.lengths, step.tokens))
 
     def logits_of(self, batch: FlatBatch, hidden: Tensor) -> StepLogits:
         """The logits of the tokens after which a token is sampled, if any. ``hidden`` [num_tokens,
         hidden_size] is the residual stream after the layers."""
-        rows = batch.sample_rows
-        numbers = np.array([batch.sample_indices, rows, batch.sample_positions], np.int32)
-        indices, of_samples, positions = self.device.upload(numbers)
+        rows, at = batch.sample_rows, batch.sample_indices
+        numbers = np.array([at, rows, batch.sample_positions, batch.tokens[at]], np.int32)
+        indices, *of_samples = self.device.upload(numbers)
+        samples = Samples(*of_samples)
         if not len(rows):
-            return StepLogits(self._own_logits[:0], of_samples, positions)
+            return StepLogits(self._own_logits[:0], samples)
         with self.mark("logits"):
             logits = self.model.logits_part(hidden.index_select(0, indices))
         if self._watch_logits is not None:
             logits = self._watch_logits(logits, rows)
-        return StepLogits(logits, of_samples, positions)
+        return StepLogits(logits, samples)
 
     def sample(self, due: StepLogits, *, all_logits: bool) -> StepOutput:
         """Sample the tokens of a step; there may be none. ``all_logits``: see ``Sampler``."""
-        if not len(due.rows):
-            return StepOutput(due.rows, due.logits)
+        if not len(due.logits):
+            return StepOutput(due.samples.rows, due.logits)
         with self.mark("sampling"):
             return self.sampler.sample(due, all_logits=all_logits)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from minisgl_backend.kernels.dispatch import use_triton
-from minisgl_backend.kernels.sampling_table import ONCE, SamplingTable
+from minisgl_backend.kernels.sampling_table import ONCE, Samples, SamplingTable
 from minisgl_backend.plan import NO_TOKEN
 
 
@@ -25,10 +25,9 @@ class RowTable:
     """The state of all rows; tensors [num_rows + 1], of which the last is the dummy row.
 
     ``tokens`` int32: the token that was sampled last and is not computed yet. ``lengths`` int32:
-    the position of that token. After a step with guesses, both are of any of its samples, until the
-    row's next token is kept. ``pages`` int32
-    [num_rows + 1, max_pages]. ``lines`` is everything that grants may write to: the lines of
-    ``pages`` and, if layers have window pages, then one line of these for each row.
+    the position of that token. ``pages`` int32 [num_rows + 1, max_pages]. ``lines`` is everything
+    that grants may write to: the lines of ``pages`` and, if layers have window pages, then one line
+    of these for each row.
     """
 
     tokens: Tensor
@@ -169,30 +168,36 @@ def begin_decode_reference(
             torch.add(inputs.positions % page_size, page, alpha=page_size, out=slots)
 
 
-def keep_sampled(table: RowTable, rows: Tensor, positions: Tensor, sampled: Tensor) -> None:
-    """Write the ``sampled`` tokens and their positions to the table, and count them in marked rows.
+def keep_sampled(table: RowTable, samples: Samples, sampled: Tensor) -> None:
+    """Write the ``sampled`` tokens, int32 [num_samples], and their positions to the table, and
+    count them in marked rows.
 
-    All int32 [batch_size]. A row that occurs several times keeps any of its tokens; it must not
-    have penalties. A token of -1 (logits that are not finite) is kept as 0, a valid id, and not
-    counted. The dummy row keeps length 0.
+    Of a row with guesses, the samples up to the first that is not what was guessed count; the last
+    of these is kept. A token of -1 (logits that are not finite) is kept as 0, a valid id, and not
+    counted. The dummy row keeps any token, and length 0.
     """
     if not use_triton(sampled):
-        keep_sampled_reference(table, rows, positions, sampled)
+        keep_sampled_reference(table, samples, sampled)
         return
     from minisgl_backend.kernels.triton_kernels.row_kernels import launch_keep_sampled
 
-    launch_keep_sampled(table.tokens, table.lengths, table.sampling, rows, positions, sampled)
+    launch_keep_sampled(table.tokens, table.lengths, table.sampling, samples, sampled)
 
 
-def keep_sampled_reference(
-    table: RowTable, rows: Tensor, positions: Tensor, sampled: Tensor
-) -> None:
+def keep_sampled_reference(table: RowTable, samples: Samples, sampled: Tensor) -> None:
     """The twin of ``keep_sampled``."""
-    index = rows.long()
-    table.tokens.index_copy_(0, index, sampled.clamp_min(0))
-    table.lengths.index_copy_(0, index, positions)
+    counts = torch.ones_like(sampled, dtype=torch.bool)
+    is_last = counts.clone()
+    for sample in samples.follow_guesses.nonzero().flatten().tolist():
+        counts[sample] = counts[sample - 1] & (sampled[sample - 1] == samples.previous[sample])
+        is_last[sample - 1] &= ~counts[sample]
+        is_last[sample] = counts[sample]
+    last = samples.rows[is_last].long()
+    table.tokens.index_copy_(0, last, sampled[is_last].clamp_min(0))
+    table.lengths.index_copy_(0, last, samples.positions[is_last])
     table.lengths[table.dummy_row].zero_()
-    is_marked = table.sampling.column("marked").index_select(0, index) > 0
+    is_marked = table.sampling.column("marked").index_select(0, samples.rows) > 0
     if is_marked.any():  # touch no other lines: they may have no memory yet
-        counted = is_marked & (sampled >= 0)
-        table.sampling.marks[rows[counted], sampled[counted]] += ONCE
+        counted = is_marked & counts & (sampled >= 0)
+        at = samples.rows[counted].long(), sampled[counted].long()
+        table.sampling.marks.index_put_(at, sampled.new_tensor(ONCE), accumulate=True)

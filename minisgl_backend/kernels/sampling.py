@@ -13,35 +13,27 @@ from torch import Tensor
 from minisgl_backend.kernels.dispatch import at_least_float32, use_triton
 from minisgl_backend.kernels.sampling_cpu import sample_on_cpu
 from minisgl_backend.kernels.sampling_rule import best_of_part_reference, best_of_parts_reference
-from minisgl_backend.kernels.sampling_table import SamplingTable
+from minisgl_backend.kernels.sampling_table import Samples, SamplingTable
 from minisgl_backend.kernels.sampling_workspace import SamplingWorkspace
 
 
 def sample(
-    logits: Tensor,
-    table: SamplingTable,
-    rows: Tensor,
-    positions: Tensor,
-    workspace: SamplingWorkspace,
+    logits: Tensor, table: SamplingTable, samples: Samples, workspace: SamplingWorkspace
 ) -> Tensor:
-    """int32 [batch_size] tokens of ``logits`` [batch_size, vocab_size], which stay as they are.
-
-    ``rows`` of the table and ``positions`` of the tokens are int32 [batch_size].
-    """
+    """int32 [batch_size] tokens of ``logits`` [batch_size, vocab_size], which stay as they are."""
     if not use_triton(logits):
-        return sample_on_cpu(logits, table, rows, positions)
+        return sample_on_cpu(logits, table, samples)
     from minisgl_backend.kernels.triton_kernels.sampling_kernels import launch_sample
 
     out = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
-    launch_sample(out, logits, table, rows, positions, workspace)
+    launch_sample(out, logits, table, samples, workspace)
     return out
 
 
 def best_of_part(
     part: Tensor,
     table: SamplingTable,
-    rows: Tensor,
-    positions: Tensor,
+    samples: Samples,
     workspace: SamplingWorkspace,
     splits: range,
 ) -> Tensor:
@@ -56,11 +48,11 @@ def best_of_part(
         nothing = part.new_full((len(part), 2), -torch.inf, dtype=at_least_float32(part).dtype)
         return nothing
     if not use_triton(part):
-        return best_of_part_reference(part, table, rows, positions, splits)
+        return best_of_part_reference(part, table, samples, splits)
     from minisgl_backend.kernels.triton_kernels.sampling_kernels import launch_best_of_part
 
     out = torch.empty((len(part), 2), dtype=torch.float32, device=part.device)
-    launch_best_of_part(out, part, table, rows, positions, workspace, splits)
+    launch_best_of_part(out, part, table, samples, workspace, splits)
     return out
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from minisgl_backend.kernels import noise
 from minisgl_backend.kernels.dispatch import at_least_float32
 from minisgl_backend.kernels.sampling_rule import SPLITS, split_noise, split_size
-from minisgl_backend.kernels.sampling_table import COLUMNS, SamplingTable, adjust_reference
+from minisgl_backend.kernels.sampling_table import COLUMNS, Samples, SamplingTable, adjust_reference
 from minisgl_backend.plan import NO_TOKEN
 
 _BLOCK: Final = 128
@@ -35,9 +35,9 @@ _MORE: Final = 8
 """Factor by which candidates grow if the threshold was not among them."""
 
 
-def sample_on_cpu(logits: Tensor, table: SamplingTable, rows: Tensor, positions: Tensor) -> Tensor:
+def sample_on_cpu(logits: Tensor, table: SamplingTable, samples: Samples) -> Tensor:
     """int32 [batch_size] tokens of ``logits`` [batch_size, vocab_size]: ``sampling.sample``."""
-    parameters = _Parameters(table, rows, positions, table.numbers.numpy()[rows.numpy()])
+    parameters = _Parameters(table, samples, table.numbers.numpy()[samples.rows.numpy()])
     is_adjusted = parameters.is_adjusted
     if not is_adjusted.any():
         return _choose(_Lines.of(logits, torch.arange(len(logits))), parameters).int()
@@ -47,26 +47,25 @@ def sample_on_cpu(logits: Tensor, table: SamplingTable, rows: Tensor, positions:
         tokens[plain] = _choose(_Lines.of(logits, plain), parameters.at(plain)).int()
     index = _indices(is_adjusted)
     of_index = parameters.at(index)
-    x = adjust_reference(logits[index], table, of_index.rows, of_index.positions, index)
+    x = adjust_reference(logits[index], table, of_index.samples, index)
     tokens[index] = _choose(_Lines.of(x, torch.arange(len(x))), of_index).int()
     return tokens
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Parameters:
-    """The sampling parameters of some rows: their ``numbers`` [num_rows, len(COLUMNS)], their
-    ``rows`` of the table and the ``positions`` of the tokens, both int32 [num_rows]."""
+    """The sampling parameters of some ``samples``: the ``numbers`` [num_rows, len(COLUMNS)] of
+    their rows of the table."""
 
     table: SamplingTable
-    rows: Tensor
-    positions: Tensor
+    samples: Samples
     numbers: npt.NDArray[np.float32]
 
     def at(self, index: Tensor) -> _Parameters:
         if len(index) == len(self.numbers):
             return self
         numbers = self.numbers[index.numpy()]
-        return _Parameters(self.table, self.rows[index], self.positions[index], numbers)
+        return _Parameters(self.table, self.samples.at(index), numbers)
 
     def __getitem__(self, name: str) -> npt.NDArray[np.float32]:
         """float32 [num_rows]."""
@@ -84,7 +83,7 @@ class _Parameters:
         if not is_marked.any():
             return is_changed
         penalized = (self["repetition"] != 1) | (self["presence"] != 0) | (self["frequency"] != 0)
-        is_early = self.positions.numpy() < self["stops_from"]
+        is_early = self.samples.positions.numpy() < self["stops_from"]
         is_adjusted: npt.NDArray[np.bool_] = is_changed | (is_marked & (penalized | is_early))
         return is_adjusted
 
@@ -96,7 +95,7 @@ class _Parameters:
     @property
     def keys(self) -> Tensor:
         """int64 [num_rows, 1], the keys of the rows' noise."""
-        return noise.keys(self.table.seeds[self.rows], self.positions)[:, None]
+        return noise.keys(self.table.seeds[self.samples.rows], self.samples.positions)[:, None]
 
     @property
     def inverse_temperatures(self) -> Tensor:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from minisgl_backend.kernels import noise
 from minisgl_backend.kernels.dispatch import at_least_float32
-from minisgl_backend.kernels.sampling_table import SamplingTable, adjust_reference
+from minisgl_backend.kernels.sampling_table import Samples, SamplingTable, adjust_reference
 from minisgl_backend.plan import NO_TOKEN
 
 SPLITS: Final = 32
@@ -45,20 +45,17 @@ def splits_of_rank(vocab_size: int, rank: int, num_ranks: int) -> range:
     return range(begin, min(begin + most, num_splits))
 
 
-def sample_reference(
-    logits: Tensor, table: SamplingTable, rows: Tensor, positions: Tensor
-) -> Tensor:
+def sample_reference(logits: Tensor, table: SamplingTable, samples: Samples) -> Tensor:
     """int32 [batch_size] tokens of ``logits`` [batch_size, vocab_size]: ``sampling.sample``."""
-    of_rows = rows.long()
-    samples = torch.arange(len(logits), device=logits.device)
-    x = adjust_reference(logits, table, of_rows, positions, samples)
+    of_rows = samples.rows.long()
+    x = adjust_reference(logits, table, samples, torch.arange(len(logits), device=logits.device))
     best = x.amax(dim=-1, keepdim=True)
     temperature = table.column("temperature")[of_rows][:, None]
     scaled = (x - best) * (1 / torch.where(temperature == 0, 1.0, temperature))
     weights = scaled.exp()
     filters = Filters.of(table, of_rows)
     threshold = filter_threshold_reference(weights, filters)
-    key = noise.keys(table.seeds[of_rows], positions)[:, None]
+    key = noise.keys(table.seeds[of_rows], samples.positions)[:, None]
     tokens = torch.arange(x.shape[1], device=x.device)
     noisy = scaled + noise.gumbel(key, tokens)
     split = _split_reference(scaled, key)
@@ -86,11 +83,11 @@ def _split_reference(scaled: Tensor, key: Tensor) -> Tensor:
 
 
 def best_of_part_reference(
-    part: Tensor, table: SamplingTable, rows: Tensor, positions: Tensor, splits: range
+    part: Tensor, table: SamplingTable, samples: Samples, splits: range
 ) -> Tensor:
     """The twin of ``sampling.best_of_part``."""
     vocab_size = table.vocab_size
-    size, of_rows = split_size(vocab_size), rows.long()
+    size, of_rows = split_size(vocab_size), samples.rows.long()
     begin, end = size * splits.start, min(size * splits.stop, vocab_size)
     x = at_least_float32(part[:, : end - begin])
     temperature = table.column("temperature")[of_rows][:, None]
@@ -99,7 +96,7 @@ def best_of_part_reference(
     padding = (0, size * len(splits) - scaled.shape[1])
     of_splits = torch.nn.functional.pad(scaled, padding, value=-torch.inf)
     of_splits = of_splits.view(len(x), len(splits), size)
-    key = noise.keys(table.seeds[of_rows], positions)[:, None]
+    key = noise.keys(table.seeds[of_rows], samples.positions)[:, None]
     masses = of_splits.logsumexp(dim=-1)
     masses = masses + split_noise(key, vocab_size)[:, splits.start : splits.stop]
     mass, split = masses.max(dim=-1, keepdim=True)

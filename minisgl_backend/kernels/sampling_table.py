@@ -94,28 +94,57 @@ class SamplingTable(NamedTuple):
         return self.numbers[:, COLUMNS.index(name)]
 
 
+class Samples(NamedTuple):
+    """Which tokens a step samples; int32 [num_samples].
+
+    ``rows`` of the table, ``positions`` of the new tokens, and ``previous``, the tokens at the
+    positions before. A row with guesses has several samples, next to each other and in order: the
+    ``previous`` of all but the first are its guesses. Those of first samples are not read.
+    """
+
+    rows: Tensor
+    positions: Tensor
+    previous: Tensor
+
+    def at(self, index: Tensor) -> Samples:
+        """The samples at ``index``, int64 [n]."""
+        return Samples(*(each[index] for each in self))
+
+    @property
+    def follow_guesses(self) -> Tensor:
+        """Which samples come after a guess of their row, bool [num_samples]."""
+        is_same = self.rows[1:] == self.rows[:-1]
+        return torch.nn.functional.pad(is_same, (1, 0))
+
+
 def num_words(vocab_size: int) -> int:
     """Words of a mask."""
     return -(-vocab_size // WORD)
 
 
 def adjust_reference(
-    logits: Tensor, table: SamplingTable, rows: Tensor, positions: Tensor, samples: Tensor
+    logits: Tensor, table: SamplingTable, samples: Samples, index: Tensor
 ) -> Tensor:
-    """``logits`` [batch_size, vocab_size] of ``rows``, for tokens at ``positions``, with penalties
-    and biases; -inf for stop tokens that are held back, and for tokens that a mask forbids. These
-    are the step's samples with the indices ``samples``.
+    """``logits`` [batch_size, vocab_size] of ``samples``, with penalties and biases; -inf for stop
+    tokens that are held back, and for tokens that a mask forbids. ``index`` int64 [batch_size] says
+    which of the step's samples these are.
 
     The repetition penalty (CTRL, arXiv 1909.05858) divides positive logits of tokens in the prompt
     or the output, and multiplies negative ones. The presence penalty is subtracted once from the
-    logits of tokens in the output, and the frequency penalty once for each occurrence.
+    logits of tokens in the output, and the frequency penalty once for each occurrence. To a sample,
+    the guesses before it are part of the output.
     """
+    rows, positions, previous = samples
 
     def column(name: str) -> Tensor:
         return table.column(name)[rows][:, None]
 
     x = at_least_float32(logits)
-    marks = table.marks[rows].where(column("marked") > 0, 0)
+    marks = table.marks[rows]  # a copy
+    for sample in samples.follow_guesses.nonzero().flatten().tolist():
+        marks[sample] = marks[sample - 1]
+        marks[sample, previous[sample]] += ONCE
+    marks = marks.where(column("marked") > 0, 0)
     counts = marks // ONCE
     repeated = torch.where(x > 0, x / column("repetition"), x * column("repetition"))
     x = torch.where((marks & ~IS_STOP) > 0, repeated, x)
@@ -127,5 +156,5 @@ def adjust_reference(
     if not is_masked.any():
         return x
     tokens = torch.arange(x.shape[1], device=x.device)
-    bits = table.masks[samples][:, tokens // WORD] >> (tokens % WORD)  # [batch_size, vocab_size]
+    bits = table.masks[index][:, tokens // WORD] >> (tokens % WORD)  # [batch_size, vocab_size]
     return x.masked_fill(is_masked & ((bits & 1) == 0), -torch.inf)

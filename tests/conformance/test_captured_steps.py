@@ -87,7 +87,7 @@ def _tensors(output: object) -> list[Tensor]:
     if isinstance(output, StepOutput):
         return [output.tokens, output.logits]
     if isinstance(output, StepLogits):
-        return [output.logits, output.rows, output.positions]
+        return [output.logits, *output.samples]
     assert isinstance(output, Tensor)
     return [output]
 

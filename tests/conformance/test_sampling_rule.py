@@ -35,6 +35,7 @@ from minisgl_backend.kernels.sampling_table import (
     IS_STOP,
     ONCE,
     WORD,
+    Samples,
     SamplingTable,
     num_words,
 )
@@ -50,7 +51,7 @@ class Way:
     """An implementation on its device, with batches of at most ``most_rows``."""
 
     device: torch.device
-    sample: Callable[[Tensor, SamplingTable, Tensor, Tensor], Tensor]
+    of_samples: Callable[[Tensor, SamplingTable, Samples], Tensor]
     most_rows: int = 20_000
     least_vocab: int = 1
     """Triton cannot compile its kernels for a single token."""
@@ -63,6 +64,10 @@ class Way:
         table.seeds.copy_(torch.arange(num_rows) * 2**40 - 7)
         return table
 
+    def sample(self, logits: Tensor, table: SamplingTable, rows: Tensor, at: Tensor) -> Tensor:
+        """Tokens of rows without guesses, at these positions."""
+        return self.of_samples(logits, table, Samples(rows, at, previous=rows))
+
     def draw(self, logits: Tensor, table: SamplingTable, position: int = 0) -> list[int]:
         """A token for each row of the table, at the same position."""
         rows = torch.arange(len(logits), dtype=torch.int32, device=self.device)
@@ -72,9 +77,9 @@ class Way:
         return tokens.tolist()
 
 
-def _by_triton(logits: Tensor, table: SamplingTable, rows: Tensor, positions: Tensor) -> Tensor:
+def _by_triton(logits: Tensor, table: SamplingTable, samples: Samples) -> Tensor:
     workspace = SamplingWorkspace(len(logits), table.vocab_size, logits.device)
-    return sample(logits, table, rows, positions, workspace)
+    return sample(logits, table, samples, workspace)
 
 
 _CPU: Final = torch.device("cpu")
@@ -562,7 +567,7 @@ def _holds_for_mixed_batches(
     actual = way.sample(logits, table, rows, positions)
     assert torch.equal(logits.nan_to_num(), before.nan_to_num())
     assert torch.equal(table.marks, marks) and torch.equal(table.bias, bias)
-    expected = sample_reference(logits, table, rows, positions)
+    expected = ORACLE.sample(logits, table, rows, positions)
     assert int((actual != expected).sum()) <= _most_different(way, num_rows)
     assert torch.equal(actual == NO_TOKEN, expected == NO_TOKEN)
 
@@ -599,7 +604,7 @@ def test_tokens_of_a_large_vocabulary_are_the_oracles(
     table = fast_way.table(num_rows, LARGE_VOCAB, **options)
     rows = torch.arange(num_rows, dtype=torch.int32, device=fast_way.device).flip(0)
     actual = fast_way.sample(logits, table, rows, rows % 3)
-    expected = sample_reference(logits, table, rows, rows % 3)
+    expected = ORACLE.sample(logits, table, rows, rows % 3)
     assert int((actual != expected).sum()) <= _most_different(fast_way, num_rows)
     assert bool((actual >= 0).all()) and bool((actual < LARGE_VOCAB).all())
 
@@ -711,11 +716,12 @@ def test_the_best_part_has_the_token_of_the_whole(
     whole = fast_way.draw(logits, table, position=3)
     rows = torch.arange(num_rows, dtype=torch.int32, device=fast_way.device)
     workspace = SamplingWorkspace(num_rows, vocab_size, fast_way.device)
-    positions, found, size = torch.full_like(rows, 3), [], split_size(vocab_size)
+    samples = Samples(rows, torch.full_like(rows, 3), previous=rows)
+    found, size = [], split_size(vocab_size)
     for rank in range(num_parts):
         splits = splits_of_rank(vocab_size, rank, num_parts)
         held = logits[:, size * splits.start : size * splits.stop]
         part = logits.new_full((num_rows, held.shape[1] + 16), torch.nan)  # NaN is not to be read
         part[:, : held.shape[1]] = held
-        found.append(best_of_part(part, table, rows, positions, workspace, splits))
+        found.append(best_of_part(part, table, samples, workspace, splits))
     assert best_of_parts(torch.stack(found)).tolist() == whole

@@ -10,6 +10,7 @@ import torch
 from minisgl_backend.gates import Gate
 from minisgl_backend.kernels import rows, wide_linear
 from minisgl_backend.kernels.dispatch import is_interpreted
+from minisgl_backend.kernels.sampling_table import Samples
 from tests.gpu.compare import assert_close
 
 BATCHES = [9, 40] if is_interpreted() else [9, 16, 17, 32, 33, 64, 100, 128]
@@ -113,10 +114,36 @@ def test_state_of_rows(device: torch.device, batch: int, dummy_window_page: int 
     for name in names:
         assert torch.equal(getattr(actual, name), getattr(expected, name)), name
     sampled = torch.randint(-1, 1000, (batch,), generator=generator).int().to(device)
-    rows.keep_sampled(tables[0], actual.rows, actual.lengths, sampled)
-    rows.keep_sampled_reference(tables[1], expected.rows, expected.lengths, sampled)
+    samples = Samples(actual.rows, actual.lengths, actual.tokens)
+    rows.keep_sampled(tables[0], samples, sampled)
+    rows.keep_sampled_reference(tables[1], samples, sampled)
     for name in ("lengths", "pages"):
         assert torch.equal(getattr(tables[0], name), getattr(tables[1], name)), name
     assert torch.equal(tables[0].tokens[:-1], tables[1].tokens[:-1])  # padding may keep any token
     assert torch.equal(tables[0].sampling.marks, tables[1].sampling.marks)
     assert givens[0].buffer[0] == 0
+
+
+@pytest.mark.parametrize("num_guesses", [1, 7, 63])
+@pytest.mark.parametrize("num_rows", [1, 6, 40])
+def test_state_of_rows_after_guesses(device: torch.device, num_rows: int, num_guesses: int) -> None:
+    """Rows have up to ``num_guesses``, most of which are right. Many samples are the same token."""
+    generator = torch.Generator().manual_seed(num_rows)
+    counts = torch.randint(1, num_guesses + 2, (num_rows,), generator=generator)
+    chosen = torch.randperm(50, generator=generator)[:num_rows].repeat_interleave(counts)
+    chosen = torch.cat([chosen, torch.full((9,), 50)]).int().to(device)  # padding
+    tables = []
+    for _ in range(2):
+        table = rows.RowTable.empty(50, max_pages=1, dummy_page=0, vocab_size=30, device=device)
+        table.sampling.column("marked")[:-1:2] = 1
+        tables.append(table)
+    positions = torch.arange(len(chosen), dtype=torch.int32, device=device)
+    sampled = torch.randint(-1, 3, (len(chosen),), generator=generator).int().to(device)
+    is_wrong = torch.rand(len(chosen), generator=generator).to(device) < 0.1
+    previous = torch.where(is_wrong, 7, sampled.roll(1).clamp_min(0))
+    samples = Samples(chosen, positions, previous)
+    rows.keep_sampled(tables[0], samples, sampled)
+    rows.keep_sampled_reference(tables[1], samples, sampled)
+    assert torch.equal(tables[0].tokens[:-1], tables[1].tokens[:-1])
+    assert torch.equal(tables[0].lengths, tables[1].lengths)
+    assert torch.equal(tables[0].sampling.marks, tables[1].sampling.marks)

@@ -27,6 +27,7 @@ from minisgl_backend.execution.followers import Followers
 from minisgl_backend.execution.forward import ForwardPass
 from minisgl_backend.execution.sampling import Sampler
 from minisgl_backend.kernels.sampling import best_of_part, sample
+from minisgl_backend.kernels.sampling_table import Samples
 from minisgl_backend.parallel.place import RankPlace
 from minisgl_backend.plan import Admission
 from minisgl_backend.request import SamplingParams
@@ -122,10 +123,10 @@ def break_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
         admit(self, admissions)
 
     def or_break(work: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def checked(logits: Tensor, table: Any, rows: Tensor, *others: Any) -> Tensor:
-            if poisoned & set(rows.tolist()):
+        def checked(logits: Tensor, table: Any, samples: Samples, *others: Any) -> Tensor:
+            if poisoned & set(samples.rows.tolist()):
                 raise ValueError("poisoned")
-            return work(logits, table, rows, *others)
+            return work(logits, table, samples, *others)
 
         return checked
 

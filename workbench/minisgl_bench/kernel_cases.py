@@ -32,7 +32,7 @@ from minisgl_backend.kernels.rms_norm import (
 from minisgl_backend.kernels.rope_store import TokenPlaces, qk_norm_rope_store
 from minisgl_backend.kernels.sampling import sample
 from minisgl_backend.kernels.sampling_rule import sample_reference
-from minisgl_backend.kernels.sampling_table import SamplingTable
+from minisgl_backend.kernels.sampling_table import Samples, SamplingTable
 from minisgl_backend.kernels.sampling_workspace import SamplingWorkspace
 from minisgl_backend.kernels.small_batch import (
     MAX_BATCH_SIZE,
@@ -259,16 +259,13 @@ def sampling_cases(shape: Shape, batch_size: int) -> Iterator[Case]:
         for column, value in numbers.items():
             table.column(column).fill_(value)
         workspace = SamplingWorkspace(batch_size, shape.vocab_size, device)
-        inputs = {
-            "table": table,
-            "rows": torch.arange(batch_size, dtype=torch.int32, device=device),
-            "positions": torch.full((batch_size,), 5, dtype=torch.int32, device=device),
-        }
+        rows = torch.arange(batch_size, dtype=torch.int32, device=device)
+        samples = Samples(rows, torch.full_like(rows, 5), previous=rows)
         mark_bytes = 4 * batch_size * shape.vocab_size if "marked" in numbers else 0
         yield Case(
             f"sampling, {name}",
             num_bytes + mark_bytes,
-            each(sample, logits, **inputs, workspace=workspace),
-            each(sample_reference, logits[:2], **inputs),
+            each(sample, logits, table=table, samples=samples, workspace=workspace),
+            each(sample_reference, logits[:2], table=table, samples=samples),
             each(torch.argmax, logits, dim=-1) if len(numbers) < 2 else (),
         )

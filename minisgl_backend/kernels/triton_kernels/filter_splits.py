@@ -179,13 +179,14 @@ def _count_splits(
         tl.store(sums_ptr + split * SUMS + 2, below)
 
 
-@triton.jit(do_not_specialize_on_alignment=["rows_ptr", "positions_ptr"])
+@triton.jit(do_not_specialize_on_alignment=["rows_ptr", "positions_ptr", "previous_ptr"])
 def count_splits(
     counted,
     scores_ptr,
     logits,
     rows_ptr,
     positions_ptr,
+    previous_ptr,
     table,
     VOCAB: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -199,7 +200,7 @@ def count_splits(
         wait_previous()
     index = tl.program_id(0).to(tl.int64)
     is_drawn, filters, row, _key = load_row(
-        index, scores_ptr, logits, rows_ptr, positions_ptr, table, VOCAB, SPLITS
+        index, scores_ptr, logits, rows_ptr, positions_ptr, previous_ptr, table, VOCAB, SPLITS
     )
     top_k, top_p, _min_p, _filtered = filters
     if is_drawn & ((top_k > 0) | (top_p < 1)):
@@ -210,7 +211,7 @@ def count_splits(
         )
 
 
-@triton.jit(do_not_specialize_on_alignment=["rows_ptr", "positions_ptr"])
+@triton.jit(do_not_specialize_on_alignment=["rows_ptr", "positions_ptr", "previous_ptr"])
 def collect_splits(
     collected,
     counted,
@@ -218,6 +219,7 @@ def collect_splits(
     logits,
     rows_ptr,
     positions_ptr,
+    previous_ptr,
     table,
     VOCAB: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -233,7 +235,7 @@ def collect_splits(
         wait_previous()
     index = tl.program_id(0).to(tl.int64)
     is_drawn, filters, row, key = load_row(
-        index, scores_ptr, logits, rows_ptr, positions_ptr, table, VOCAB, SPLITS
+        index, scores_ptr, logits, rows_ptr, positions_ptr, previous_ptr, table, VOCAB, SPLITS
     )
     top_k, top_p, min_p, filtered = filters
     if is_drawn & filtered:

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minisgl_backend.kernels.sampling_table import SamplingTable
+from minisgl_backend.kernels.sampling_table import Samples, SamplingTable
 from minisgl_backend.kernels.triton_kernels.row_logits import MARKED, ONCE, load_number
 
 _KEPT_BLOCK = 128
@@ -71,7 +71,7 @@ def _begin_decode(
 
 @triton.jit(
     do_not_specialize=["batch_size"],
-    do_not_specialize_on_alignment=["rows_ptr", "positions_ptr", "sampled_ptr"],
+    do_not_specialize_on_alignment=["rows_ptr", "positions_ptr", "previous_ptr", "sampled_ptr"],
 )
 def _keep_sampled(
     last_ptr,
@@ -80,6 +80,7 @@ def _keep_sampled(
     marks_ptr,
     rows_ptr,
     positions_ptr,
+    previous_ptr,
     sampled_ptr,
     dummy_row,
     batch_size,
@@ -91,11 +92,23 @@ def _keep_sampled(
     row = tl.load(rows_ptr + i, mask=mask, other=0).to(tl.int64)
     token = tl.load(sampled_ptr + i, mask=mask, other=0)
     position = tl.load(positions_ptr + i, mask=mask, other=0)
-    tl.store(last_ptr + row, tl.maximum(token, 0), mask=mask)
-    tl.store(lengths_ptr + row, tl.where(row == dummy_row, 0, position), mask=mask)
-    counted = mask & (load_number(numbers_ptr, row, MARKED) > 0) & (token >= 0)
-    mark_ptr = marks_ptr + row * VOCAB + token
-    tl.store(mark_ptr, tl.load(mark_ptr, mask=counted, other=0) + ONCE, mask=counted)
+    is_row = mask & (row != dummy_row)
+    counts = mask
+    at = i  # goes back from each sample to the first of its row
+    is_behind = is_row & (tl.load(rows_ptr + at - 1, mask=mask & (at > 0), other=-1) == row)
+    while tl.max(is_behind.to(tl.int32), axis=0) > 0:
+        guess = tl.load(previous_ptr + at, mask=is_behind, other=0)
+        counts &= tl.load(sampled_ptr + at - 1, mask=is_behind, other=0) == guess
+        at -= 1
+        is_behind &= tl.load(rows_ptr + at - 1, mask=is_behind & (at > 0), other=-1) == row
+    has_next = is_row & (tl.load(rows_ptr + i + 1, mask=i + 1 < batch_size, other=-1) == row)
+    guess = tl.load(previous_ptr + i + 1, mask=has_next, other=-1)
+    is_last = counts & ((has_next & (guess == token)) == 0)
+    tl.store(last_ptr + row, tl.maximum(token, 0), mask=is_last)
+    tl.store(lengths_ptr + row, tl.where(is_row, position, 0), mask=is_last)
+    counted = counts & (load_number(numbers_ptr, row, MARKED) > 0) & (token >= 0)
+    # two samples of a row may be the same token
+    tl.atomic_add(marks_ptr + row * VOCAB + token, ONCE, mask=counted, sem="relaxed")
 
 
 def launch_begin_decode(
@@ -137,8 +150,7 @@ def launch_keep_sampled(
     last_tokens: Tensor,
     lengths: Tensor,
     sampling: SamplingTable,
-    rows: Tensor,
-    positions: Tensor,
+    samples: Samples,
     sampled: Tensor,
 ) -> None:
     """See ``minisgl_backend.kernels.rows.keep_sampled``; the first two are a ``RowTable``'s."""
@@ -148,8 +160,7 @@ def launch_keep_sampled(
         lengths,
         sampling.numbers,
         sampling.marks,
-        rows,
-        positions,
+        *samples,
         sampled,
         len(last_tokens) - 1,  # the dummy row
         batch_size,

@@ -52,10 +52,10 @@ def load_filters(numbers_ptr, row, VOCAB: tl.constexpr):
 
 
 @triton.jit
-def load_adjustment(table, index, row, position, VOCAB: tl.constexpr):
+def load_adjustment(table, index, row, position, rows_ptr, previous_ptr, VOCAB: tl.constexpr):
     """What ``load_logits`` needs for the sample ``index`` of a row: whether anything changes its
-    logits, whether it has marks, a bias and a mask, pointers to these, the penalties, and the mark
-    that makes a token impossible."""
+    logits, whether it has marks, a bias and a mask, pointers to these, where to find the guesses
+    before it, the penalties, and the mark that makes a token impossible."""
     is_early = position < load_number(table.numbers, row, _STOPS_FROM)
     # as integers: Triton's interpreter cannot combine a comparison of floats with a block
     marked = load_number(table.numbers, row, MARKED).to(tl.int32) > 0
@@ -71,9 +71,12 @@ def load_adjustment(table, index, row, position, VOCAB: tl.constexpr):
             table.bias + row * VOCAB,
             table.masks + index * ((VOCAB + _WORD - 1) // _WORD),
         ),
-        load_number(table.numbers, row, _REPETITION),
-        load_number(table.numbers, row, _PRESENCE),
-        load_number(table.numbers, row, _FREQUENCY),
+        (index, row, rows_ptr, previous_ptr),
+        (
+            load_number(table.numbers, row, _REPETITION),
+            load_number(table.numbers, row, _PRESENCE),
+            load_number(table.numbers, row, _FREQUENCY),
+        ),
         tl.where(is_early, _IS_STOP, 0),
     )
 
@@ -85,6 +88,7 @@ def load_row(
     logits,
     rows_ptr,
     positions_ptr,
+    previous_ptr,
     table,
     VOCAB: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -100,7 +104,7 @@ def load_row(
     position = tl.load(positions_ptr + index)
     temperature = load_number(table.numbers, row, TEMPERATURE)
     best = tl.max(tl.load(scores_ptr + index * SPLITS + tl.arange(0, SPLITS)), axis=0)
-    adjustment = load_adjustment(table, index, row, position, VOCAB)
+    adjustment = load_adjustment(table, index, row, position, rows_ptr, previous_ptr, VOCAB)
     return (
         (temperature > 0) & (best < float("inf")) & (best > float("-inf")),
         load_filters(table.numbers, row, VOCAB),
@@ -115,6 +119,12 @@ def load_row(
 
 
 @triton.jit
+def _follows_guess(index, row, rows_ptr):
+    """Whether the sample ``index`` of a row comes after one of its guesses."""
+    return tl.load(rows_ptr + index - 1, mask=index > 0, other=-1) == row
+
+
+@triton.jit
 def load_logits(row_ptr, at, mask, adjustment, ADJUSTED: tl.constexpr):
     """float32 logits of the tokens ``at``; -inf outside of ``mask``.
 
@@ -122,9 +132,14 @@ def load_logits(row_ptr, at, mask, adjustment, ADJUSTED: tl.constexpr):
     """
     x = tl.load(row_ptr + at, mask=mask, other=float("-inf")).to(tl.float32)
     if ADJUSTED:
-        _, marked, biased, masked, lines, repetition, presence, frequency, never = adjustment
+        _, marked, biased, masked, lines, guesses, penalties, never = adjustment
         marks_ptr, bias_ptr, masks_ptr = lines
+        index, row, rows_ptr, previous_ptr = guesses
+        repetition, presence, frequency = penalties
         mark = tl.load(marks_ptr + at, mask=mask & marked, other=0)
+        while marked & _follows_guess(index, row, rows_ptr):
+            mark += tl.where(at == tl.load(previous_ptr + index), ONCE, 0)
+            index -= 1
         count = (mark // ONCE).to(tl.float32)
         repeated = tl.where(x > 0, x / repetition, x * repetition)
         x = tl.where((mark & ~_IS_STOP) > 0, repeated, x)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from minisgl_backend.kernels.dispatch import can_start_early
 from minisgl_backend.kernels.sampling_rule import split_size
-from minisgl_backend.kernels.sampling_table import SamplingTable
+from minisgl_backend.kernels.sampling_table import Samples, SamplingTable
 from minisgl_backend.kernels.sampling_workspace import BLOCK, SamplingWorkspace
 from minisgl_backend.kernels.triton_kernels.filter_splits import collect_splits, count_splits
 from minisgl_backend.kernels.triton_kernels.filters import choose_filtered
@@ -94,13 +94,14 @@ def _score(
     return score, chosen
 
 
-@triton.jit(do_not_specialize_on_alignment=["rows_ptr", "positions_ptr"])
+@triton.jit(do_not_specialize_on_alignment=["rows_ptr", "positions_ptr", "previous_ptr"])
 def _best_of_split(
     scores_ptr,
     tokens_ptr,
     logits,
     rows_ptr,
     positions_ptr,
+    previous_ptr,
     table,
     VOCAB: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -119,7 +120,7 @@ def _best_of_split(
     noisy = (temperature > 0) & (filtered == 0)
     inverse = 1.0 / tl.where(temperature > 0, temperature, 1.0)
     key = noise_key(tl.load(table.seeds + row), position)
-    adjustment = load_adjustment(table, index, row, position, VOCAB)
+    adjustment = load_adjustment(table, index, row, position, rows_ptr, previous_ptr, VOCAB)
     row_ptr = logits.start + index * logits.stride - FIRST * PER_SPLIT
     if adjustment[0]:
         score, chosen = _score(
@@ -161,7 +162,7 @@ def _draw(
     return tl.min(tl.where(best == tl.max(best, axis=0), token, VOCAB), axis=0)
 
 
-@triton.jit(do_not_specialize_on_alignment=["rows_ptr", "positions_ptr"])
+@triton.jit(do_not_specialize_on_alignment=["rows_ptr", "positions_ptr", "previous_ptr"])
 def _choose(
     out_ptr,
     tokens_ptr,
@@ -171,6 +172,7 @@ def _choose(
     logits,
     rows_ptr,
     positions_ptr,
+    previous_ptr,
     table,
     VOCAB: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -184,7 +186,7 @@ def _choose(
         wait_previous()
     index = tl.program_id(0).to(tl.int64)
     is_drawn, filters, row, key = load_row(
-        index, scores_ptr, logits, rows_ptr, positions_ptr, table, VOCAB, SPLITS
+        index, scores_ptr, logits, rows_ptr, positions_ptr, previous_ptr, table, VOCAB, SPLITS
     )
     s = tl.arange(0, SPLITS)
     bests = tl.load(scores_ptr + index * SPLITS + s)
@@ -229,16 +231,15 @@ def launch_sample(
     out: Tensor,
     logits: Tensor,
     table: SamplingTable,
-    rows: Tensor,
-    positions: Tensor,
+    samples: Samples,
     workspace: SamplingWorkspace,
 ) -> None:
     """See ``minisgl_backend.kernels.sampling.sample``."""
     batch_size, vocab_size = logits.shape
     collected, counted = workspace.collected, workspace.counted
     splits, bins = counted.counts.shape[2:]
-    assert table.vocab_size == vocab_size and rows.dtype == positions.dtype
-    inputs = (Logits(logits, logits.stride(0)), rows, positions, table)
+    assert table.vocab_size == vocab_size and samples.rows.dtype == samples.positions.dtype
+    inputs = (Logits(logits, logits.stride(0)), *samples, table)
     pdl = can_start_early(logits.device)
     constants = _split_constants(table, workspace, pdl=pdl)
     scores, tokens = workspace.scores, workspace.tokens
@@ -255,7 +256,7 @@ def launch_sample(
     _choose[(batch_size,)](*choosing, **filtering, BLOCK=4096, num_warps=16)
 
 
-@triton.jit(do_not_specialize_on_alignment=["rows_ptr", "positions_ptr"])
+@triton.jit(do_not_specialize_on_alignment=["rows_ptr", "positions_ptr", "previous_ptr"])
 def _best_of_part(
     out_ptr,
     scores_ptr,
@@ -263,6 +264,7 @@ def _best_of_part(
     logits,
     rows_ptr,
     positions_ptr,
+    previous_ptr,
     table,
     VOCAB: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -287,7 +289,7 @@ def _best_of_part(
         split = tl.min(tl.where(bests == best, s, SPLITS), axis=0)
         row_ptr = logits.start + index * logits.stride - FIRST * PER_SPLIT
         key = noise_key(tl.load(table.seeds + row), position)
-        adjustment = load_adjustment(table, index, row, position, VOCAB)
+        adjustment = load_adjustment(table, index, row, position, rows_ptr, previous_ptr, VOCAB)
         inverse = 1.0 / tl.where(temperature > 0, temperature, 1.0)
         token = _draw(row_ptr, split, adjustment, inverse, key, VOCAB, PER_SPLIT, False)
     tl.store(out_ptr + index * 2, best)
@@ -298,14 +300,13 @@ def launch_best_of_part(
     out: Tensor,
     part: Tensor,
     table: SamplingTable,
-    rows: Tensor,
-    positions: Tensor,
+    samples: Samples,
     workspace: SamplingWorkspace,
     splits: range,
 ) -> None:
     """See ``minisgl_backend.kernels.sampling.best_of_part``."""
     batch_size, num_splits = len(part), len(splits)
-    inputs = (Logits(part, part.stride(0)), rows, positions, table)
+    inputs = (Logits(part, part.stride(0)), *samples, table)
     pdl = can_start_early(part.device)
     constants = {**_split_constants(table, workspace, pdl=pdl), "FIRST": splits.start}
     found = (workspace.scores, workspace.tokens, *inputs)

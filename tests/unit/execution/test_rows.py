@@ -12,7 +12,7 @@ from minisgl_backend.device.cpu import CpuDevice
 from minisgl_backend.execution.rows import DeviceRows, bias_of, marks_of
 from minisgl_backend.execution.sampling import Sampler, StepLogits
 from minisgl_backend.kernels.sampling import sample
-from minisgl_backend.kernels.sampling_table import IN_PROMPT, IS_STOP, ONCE
+from minisgl_backend.kernels.sampling_table import IN_PROMPT, IS_STOP, ONCE, Samples
 from minisgl_backend.kernels.sampling_workspace import SamplingWorkspace
 from minisgl_backend.parallel.group import OneRank
 from minisgl_backend.plan import NO_TOKEN, Admission
@@ -143,8 +143,9 @@ def test_greedy_tokens_follow_what_each_request_asked_for(seed: int) -> None:
             NO_TOKEN if index == broken else oracles[row].best(logits[index].tolist())
             for index, row in enumerate(batch.tolist())
         ]
-        of_batch, at = torch.from_numpy(np.stack([batch, positions[batch]]).astype(np.int32))
-        assert sampler.sample(StepLogits(logits, of_batch, at)).tokens.tolist() == expected
+        rows, at = torch.from_numpy(np.stack([batch, positions[batch]]).astype(np.int32))
+        samples = Samples(rows, at, previous=rows)
+        assert sampler.sample(StepLogits(logits, samples)).tokens.tolist() == expected
         for row, token in zip(batch.tolist(), expected, strict=True):
             oracles[row].output += [token] * (token != NO_TOKEN)
             oracles[row].num_sampled += 1
@@ -158,6 +159,6 @@ def test_no_penalty_breaks_logits(penalty: float) -> None:
     params = SamplingParams(temperature=0.0, repetition_penalty=penalty)
     rows.admit([admission(3, params, list(range(VOCAB_SIZE)), [])])
     logits = torch.linspace(-5, 9, VOCAB_SIZE)[None]
-    of_batch, at = torch.tensor([[3], [VOCAB_SIZE]], dtype=torch.int32)
+    samples = Samples(*torch.tensor([[3], [VOCAB_SIZE], [0]], dtype=torch.int32))
     workspace = SamplingWorkspace(1, VOCAB_SIZE, torch.device("cpu"))
-    assert sample(logits, rows.table.sampling, of_batch, at, workspace).tolist() == [VOCAB_SIZE - 1]
+    assert sample(logits, rows.table.sampling, samples, workspace).tolist() == [VOCAB_SIZE - 1]

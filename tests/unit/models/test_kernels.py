@@ -48,8 +48,14 @@ from minisgl_backend.kernels.paged_kv import PagedKV
 from minisgl_backend.kernels.quantized import dequantized, quantize
 from minisgl_backend.kernels.rope_store import TokenPlaces, qk_norm_rope_store_reference
 from minisgl_backend.kernels.routing import Choices, RouterExtras, choose
-from minisgl_backend.kernels.rows import RowTable, StepInputs, begin_decode, keep_sampled
-from minisgl_backend.kernels.sampling_table import ONCE
+from minisgl_backend.kernels.rows import (
+    DecodeInputs,
+    RowTable,
+    StepInputs,
+    begin_decode,
+    keep_sampled,
+)
+from minisgl_backend.kernels.sampling_table import ONCE, Samples
 from minisgl_backend.kernels.small_batch import small_batch_linear
 from minisgl_backend.layers import quantized_matrix
 from minisgl_backend.layers.experts import ExpertsMLP
@@ -1087,11 +1093,16 @@ def test_state_of_rows_goes_in_and_out() -> None:
     assert given.buffer[0] == 0
 
     sampled = torch.tensor([7, -1, 3], dtype=torch.int32)
-    keep_sampled(table, inputs.rows, inputs.lengths, sampled)
+    keep_sampled(table, samples_of(inputs), sampled)
     assert table.tokens.tolist() == [10, 0, 7, 13, 3]
     assert table.lengths.tolist() == [0, 6, 9, 3, 0]
     assert table.sampling.marks.nonzero().tolist() == [[2, 7]]
     assert table.sampling.marks[2, 7] == ONCE
+
+
+def samples_of(inputs: DecodeInputs) -> Samples:
+    """What a decode step with these inputs samples."""
+    return Samples(inputs.rows, inputs.lengths, inputs.tokens)
 
 
 def test_rows_may_be_told_several_tokens_each() -> None:
@@ -1106,8 +1117,37 @@ def test_rows_may_be_told_several_tokens_each() -> None:
     assert inputs.positions.tolist() == [7, 8, 9, 6, 1]
     assert inputs.lengths.tolist() == [8, 9, 10, 7, 2]
     assert inputs.slots[:3].tolist() == [7 * PAGE_SIZE + 3, 2 * PAGE_SIZE, 2 * PAGE_SIZE + 1]
-    keep_sampled(table, inputs.rows, inputs.lengths, torch.tensor([1, 2, 3, 4, 5]).int())
-    assert table.tokens[1:3].tolist() == [4, 5] and table.lengths[1:3].tolist() == [7, 2]
+    keep_sampled(table, samples_of(inputs), torch.tensor([0, 2, 6, 4, 5]).int())
+    assert table.tokens[:3].tolist() == [2, 4, 5] and table.lengths[:3].tolist() == [9, 7, 2]
+
+
+@pytest.mark.parametrize(
+    ("sampled", "num_counted"),
+    [
+        ([8, 8, 8, 9], 4),
+        ([8, 8, 5, 9], 3),
+        ([8, 5, 8, 9], 2),
+        ([5, 8, 8, 9], 1),
+        ([8, -1, 8, 9], 2),
+    ],
+)
+def test_samples_after_wrong_guesses_do_not_count(sampled: list[int], num_counted: int) -> None:
+    """Of the middle row, which has guessed 8 three times. The others have one sample each."""
+    table = RowTable.empty(3, max_pages=3, dummy_page=9, vocab_size=20, device=CPU)
+    table.sampling.column("marked")[:] = 1
+    table.sampling.marks[1, 8] = 5 * ONCE
+    rows = torch.tensor([2, 1, 1, 1, 1, 0, 3, 3]).int()
+    previous = torch.tensor([1, 4, 8, 8, 8, 9, 3, 3]).int()
+    samples = Samples(rows, torch.tensor([6, 10, 11, 12, 13, 7, 1, 1]).int(), previous)
+    keep_sampled(table, samples, torch.tensor([8, *sampled, 9, 3, 3]).int())
+    last = sampled[num_counted - 1]
+    assert table.tokens[:3].tolist() == [9, max(last, 0), 8]
+    assert table.lengths.tolist() == [7, 9 + num_counted, 6, 0]
+    counted = [token for token in sampled[:num_counted] if token >= 0]
+    expected = ONCE * np.bincount(counted, minlength=20)
+    expected[8] += 5 * ONCE
+    assert table.sampling.marks[1].tolist() == expected.tolist()
+    assert table.sampling.marks[[0, 2]].nonzero().tolist() == [[0, 9], [1, 8]]
 
 
 def test_a_step_finds_slots_in_window_pages() -> None:

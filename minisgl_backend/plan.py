@@ -3,7 +3,7 @@
 A ``StepPlan`` says what one forward pass does: which requests take a row, which pages the rows are
 granted, which prompt tokens are prefilled, and which rows decode. With overlap a plan is made
 before the tokens of the running step are known. So the tokens in a plan are committed ones or
-guesses, and the executor itself keeps the last sampled token of each row, unless it had guesses.
+guesses, and the executor itself keeps the last sampled token of each row.
 
 Must not know tensors, devices, caches or queues. A plan consists of plain numbers, so the other
 tensor-parallel ranks get the very same plan, encoded as 32-bit words.
@@ -140,9 +140,9 @@ class PromptChunks:
     ``tokens`` [sum of lengths] holds their tokens, chunk after chunk. ``num_sampled`` is the number
     of the chunk's last positions after which a token is sampled: 0 for a part of a prompt, 1 for a
     chunk that ends with the row's last known token. A chunk may also consist of that token and
-    guesses at those after it (``scheduling.guesses``). Then a token is sampled after each position,
-    and the executor does not know which of them is the row's last: the next plan that decodes the
-    row tells it.
+    guesses at those after it (``scheduling.guesses``). Then a token is sampled after each position;
+    those up to the first that is not what was guessed count, and the row goes on from the last of
+    these.
     """
 
     rows: IntArray = field(default_factory=_none)
@@ -200,13 +200,10 @@ class Decodes:
     at that position, and samples the next one.
 
     Rows are sorted by adapter slot, then by row: kernels are fastest with adapters in runs.
-    ``told`` are the last tokens of rows whose guesses were checked before, which the executor does
-    not know, and ``NO_TOKEN`` for others. It is empty if there are no such rows.
     """
 
     rows: IntArray = field(default_factory=_none)
     positions: IntArray = field(default_factory=_none)
-    told: IntArray = field(default_factory=_none)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -11,20 +11,20 @@ from __future__ import annotations
 import numpy as np
 
 from minisgl_backend.plan import NO_GROUPS, NO_TOKEN, Decodes, Groups, StepPlan
+from minisgl_backend.request import EMPTY, IntArray
 
 
-def as_decodes(plan: StepPlan, page_size: int) -> tuple[Decodes, Groups]:
-    """The tokens of a step with chunks, in the order of ``StepPlan.sample_rows``, and the groups of
-    those that share pages, by index. Nothing if a chunk does not consist of a row's last token and
-    guesses."""
+def as_decodes(plan: StepPlan, page_size: int) -> tuple[Decodes, IntArray, Groups]:
+    """What a step with chunks decodes, in the order of ``StepPlan.sample_rows``; its tokens,
+    int32 [num_decodes], each ``NO_TOKEN`` if the row table has it; and the groups of those that
+    share pages, by index. Nothing if a chunk does not consist of a row's last token and guesses."""
     chunks, decodes = plan.chunks, plan.decodes
     lengths = chunks.lengths
     if not (chunks.have_guesses & (chunks.num_sampled == lengths)).all():
-        return Decodes(), NO_GROUPS
-    told = decodes.told if len(decodes.told) else np.full(len(decodes.rows), NO_TOKEN, np.int32)
-    flat = Decodes(
-        plan.sample_rows, plan.sample_positions - 1, np.concatenate([chunks.tokens, told])
-    )
+        return Decodes(), EMPTY, NO_GROUPS
+    flat = Decodes(plan.sample_rows, plan.sample_positions - 1)
+    of_decodes = np.full(len(decodes.rows), NO_TOKEN, np.int32)
+    tokens = np.concatenate([chunks.tokens, of_decodes])
     # the pages before a row's last token are full of committed positions
     ends, others = chunks.starts // page_size, plan.groups_by_index
     has_pages = ends > 0
@@ -39,4 +39,4 @@ def as_decodes(plan: StepPlan, page_size: int) -> tuple[Decodes, Groups]:
             ]
         ),
     )
-    return flat, groups
+    return flat, tokens, groups

@@ -208,17 +208,19 @@ class DecodeGraphs:
     def replay(
         self,
         decodes: Decodes,
+        told: IntArray,
         grants: IntArray,
         groups: Groups = NO_GROUPS,
         *,
         all_logits: bool = True,
     ) -> StepOutput:
-        """Enqueue a decode step that first writes ``grants``, int32 [3, num_grants]. Members of
-        ``groups`` are indices of ``decodes``. ``all_logits``: see ``Sampler.sample``.
+        """Enqueue a decode step that first writes ``grants``, int32 [3, num_grants]. It is
+        ``told`` its tokens, int32 [num_decodes], of which some may be ``NO_TOKEN``, or none.
+        Members of ``groups`` are indices of ``decodes``. ``all_logits``: see ``Sampler.sample``.
 
         The first elements of the output belong to the rows, the others to padding.
         """
-        size = self._prepare(decodes, grants)
+        size = self._prepare(decodes, told, grants)
         is_grouped = size >= _LEAST_GROUPED and self._take_groups(groups)
         if not self._whole:
             return self._parts[is_grouped].replay(size, all_logits=all_logits)()
@@ -226,12 +228,12 @@ class DecodeGraphs:
         graph.replay()
         return graph.output
 
-    def begin(self, decodes: Decodes, grants: IntArray) -> Callable[[], StepOutput]:
+    def begin(self, decodes: Decodes, told: IntArray, grants: IntArray) -> Callable[[], StepOutput]:
         """Enqueue the step up to its logits. Calling the result enqueues the rest, and must be done
         before any other step."""
-        return self._parts[False].replay(self._prepare(decodes, grants), all_logits=True)
+        return self._parts[False].replay(self._prepare(decodes, told, grants), all_logits=True)
 
-    def _prepare(self, decodes: Decodes, grants: IntArray) -> int:
+    def _prepare(self, decodes: Decodes, told: IntArray, grants: IntArray) -> int:
         """Write the inputs of a step; returns the size of its graph."""
         rows = decodes.rows
         num_rows, num_grants = len(rows), grants.shape[1]
@@ -239,8 +241,8 @@ class DecodeGraphs:
         known, lines = self._lines[:, :size], np.zeros((3, size), np.int32)
         lines[0, :num_rows], lines[0, num_rows:] = rows, self._table.dummy_row
         lines[1] = NO_TOKEN
-        if len(decodes.told):
-            lines[1:, :num_rows] = decodes.told, decodes.positions
+        if len(told):
+            lines[1:, :num_rows] = told, decodes.positions
         if num_grants or not np.array_equal(known, lines):
             known[:] = lines
             parts = [num_grants], self._lines.ravel(), grants.T.ravel()

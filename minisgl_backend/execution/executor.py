@@ -38,7 +38,7 @@ from minisgl_backend.models.adapter_slots import AdapterSlots
 from minisgl_backend.models.decoder import Decoder
 from minisgl_backend.plan import NO_GROUPS, Copies, Decodes, Draws, Groups, Pending, StepPlan
 from minisgl_backend.progress import Progress, unseen
-from minisgl_backend.request import IntArray
+from minisgl_backend.request import EMPTY, IntArray
 
 T = TypeVar("T")
 
@@ -159,15 +159,15 @@ class ModelExecutor:
         self._write(plan, loaded)
         grants = stages.rows.lines_of(plan.grants, plan.window_grants)
         all_logits = stages.sampler.need_all_logits(plan.sample_rows)
-        decodes, groups = self._decode_step(plan)
+        decodes, told, groups = self._decode_step(plan)
         graphs = self._graphs_for(decodes.rows).decode
         if len(decodes.rows) and graphs and graphs.fits(len(decodes.rows)):
             if grants.shape[1] > graphs.max_grants:
                 stages.rows.grant(grants)
                 grants = grants[:, :0]
             if len(plan.masked_rows):
-                return partial(self._finish, plan, graphs.begin(decodes, grants))
-            replay = partial(graphs.replay, decodes, grants, groups, all_logits=all_logits)
+                return partial(self._finish, plan, graphs.begin(decodes, told, grants))
+            replay = partial(graphs.replay, decodes, told, grants, groups, all_logits=all_logits)
             return partial(self._finish, plan, replay)
         stages.rows.grant(grants)
         batch = FlatBatch.of(plan)
@@ -179,13 +179,14 @@ class ModelExecutor:
         score = partial(stages.scorer.scored, hidden, plan.scores, plan.chunks, batch.chunk_offsets)
         return partial(self._finish, plan, sample, score, embedded)
 
-    def _decode_step(self, plan: StepPlan) -> tuple[Decodes, Groups]:
+    def _decode_step(self, plan: StepPlan) -> tuple[Decodes, IntArray, Groups]:
         """What the step decodes if it has no chunks, or none but guesses that can be computed as
-        decoding rows; nothing if it has others."""
+        decoding rows; the tokens that it is told; and its groups. Nothing if it has other chunks.
+        """
         if not len(plan.chunks.rows):
-            return plan.decodes, plan.groups_by_index
+            return plan.decodes, EMPTY, plan.groups_by_index
         if self._states is not None:  # which go from one guess of a row to the next
-            return Decodes(), NO_GROUPS
+            return Decodes(), EMPTY, NO_GROUPS
         return as_decodes(plan, self._storage.page_size)
 
     def _write(self, plan: StepPlan, loaded: list[Tensor]) -> None:

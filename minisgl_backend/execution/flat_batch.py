@@ -91,4 +91,4 @@ class FlatBatch:
 
 def _tokens(decodes: Decodes) -> IntArray:
     """The tokens of decoding rows, int32[num_decodes]."""
-    return decodes.told if len(decodes.told) else np.full(len(decodes.rows), LAST_TOKEN, np.int32)
+    return np.full(len(decodes.rows), LAST_TOKEN, np.int32)

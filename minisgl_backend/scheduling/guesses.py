@@ -10,7 +10,7 @@ gets at least one token a step, and the same ones as without guesses, but for th
 steps.
 
 A form of speculative decoding (Leviathan et al., arXiv 2211.17192). Knows the tokens of rows and
-what they ask of sampling, and a ``Lookahead``. Must not know pages or plans.
+what their grammars leave open (``Lookahead``). Must not know pages or plans.
 """
 
 from __future__ import annotations
@@ -49,9 +49,7 @@ class Guesser:
 
     def begin(self, row: int) -> None:
         """A sequence has taken the row."""
-        sampling = self._rows.sequence(row).request.sampling
-        # penalties choose a token by all tokens before it, which are not known at guesses
-        self._may_have[row] = 0 if sampling.has_penalties else self._most_tokens
+        self._may_have[row] = self._most_tokens
         self._begin_at[row] = 0
 
     def of_rows(self, ready: IntArray, lookahead: Lookahead | None = None) -> dict[int, IntArray]:

@@ -14,11 +14,10 @@ import numpy as np
 
 from minisgl_backend.cache.kv import Lease
 from minisgl_backend.errors import InvariantError
-from minisgl_backend.plan import NO_TOKEN
-from minisgl_backend.request import EMPTY, IntArray, Mask, TokenId
+from minisgl_backend.request import IntArray, Mask, TokenId
 from minisgl_backend.scheduling.sequence import Sequence
 
-_NO_STOP: Final = -2  # pads the table of stop ids; it equals neither a token nor NO_TOKEN
+_NO_STOP: Final = -2  # pads the table of stop ids; it equals neither a token nor ``plan.NO_TOKEN``
 _TAIL: Final = 128  # output tokens of a row that are gathered before they move to ``_parts``
 
 
@@ -39,7 +38,6 @@ class RunningRows:
     row has guesses in one of these, which is then the only one, ``planned`` counts their positions.
     ``decoding`` rows take part in the next decode, ``accepting`` rows take the tokens of commits,
     ``retiring`` rows wait for their last step in flight, and ``masked`` rows have a grammar.
-    ``untold`` is a row's last token if the executor does not know it, else ``NO_TOKEN``.
     """
 
     def __init__(self, num_rows: int) -> None:
@@ -57,7 +55,6 @@ class RunningRows:
         self.accepting = np.zeros(num_rows, dtype=np.bool_)
         self.retiring = np.zeros(num_rows, dtype=np.bool_)
         self.masked = np.zeros(num_rows, dtype=np.bool_)
-        self.untold = np.full(num_rows, NO_TOKEN, dtype=np.int32)
         self._num_stop_ids = np.zeros(num_rows, dtype=np.int32)
         self._stop_ids = np.full((num_rows, 1), _NO_STOP, dtype=np.int32)
         self._tail = np.zeros((num_rows, _TAIL), dtype=np.int32)
@@ -99,7 +96,6 @@ class RunningRows:
         self.sequences[row] = None
         for column in (self.decoding, self.accepting, self.retiring, self.masked):
             column[row] = False
-        self.untold[row] = NO_TOKEN
         self._set_stop_ids(row, ())
         self._tail_length[row] = 0
         self._parts[row] = []
@@ -162,16 +158,7 @@ class RunningRows:
     def go_on_from_guesses(self, row: int) -> None:
         """Take back the planned positions whose guesses were wrong, and let the row decode."""
         self.planned[row] = self.computed[row]
-        self.untold[row] = self.last_token(row)
         self.start_decoding(row)
-
-    def tell(self, rows: IntArray) -> IntArray:
-        """What ``Decodes.told`` is for ``rows``. From now on the executor knows their tokens."""
-        told = self.untold[rows]
-        if (told == NO_TOKEN).all():
-            return EMPTY
-        self.untold[rows] = NO_TOKEN
-        return told
 
     def skip(self, row: int, end: int) -> None:
         """Note that the positions up to ``end`` of a row that was just taken need no step."""

@@ -242,8 +242,7 @@ class Scheduler:
             ready = ready[rows.planned[ready] < rows.capacity[ready]]
         groups, ready = self._life.groups_of(ready), rows.by_adapter(ready)
         positions = rows.plan_decode(ready)
-        told = EMPTY if self._guesser is None else rows.tell(ready)
-        draft.decode(Decodes(ready, positions, told), groups)
+        draft.decode(Decodes(ready, positions), groups)
         if self._life.states is not None:
             self._life.states.keep(ready, positions, draft)
         return under_pressure

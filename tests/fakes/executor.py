@@ -269,10 +269,6 @@ class FakeExecutor:
             if num_sampled:
                 sampled.append(self._sample(row))
         decodes = plan.decodes
-        for row, token in _lines(decodes.rows[: len(decodes.told)], decodes.told):
-            if token != NO_TOKEN:
-                assert self._rows[row].last_token == NO_TOKEN, "only what is not known is told"
-                self._rows[row].last_token = token
         for row, position in _lines(decodes.rows, decodes.positions):
             self._write(row, position, [self._rows[row].last_token])
         sampled += [self._sample(row) for row in plan.decodes.rows.tolist()]
@@ -393,15 +389,18 @@ class FakeExecutor:
         state.computed = position
 
     def _check_guesses(self, row: int, position: int, tokens: list[int]) -> list[int]:
-        """Compute a row's last token and guesses, and sample after each. The row goes on after the
-        guesses that were right, and forgets its last token."""
-        state, sampled = self._rows[row], list[int]()
+        """Compute a row's last token and guesses, and sample after each, as if the guesses before
+        had been sampled. The row goes on after those that were right."""
+        state, guesses, sampled = self._rows[row], tokens[1:], list[int]()
+        history = state.history
         for index, token in enumerate(tokens):
             self._write(row, position + index, [token])
+            state.history = [*history, *guesses[:index]]
             sampled.append(self._sample(row))
-        pairs = zip(tokens[1:], sampled, strict=False)
+        pairs = zip(guesses, sampled, strict=False)
         num_right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        state.computed, state.last_token = position + 1 + num_right, NO_TOKEN
+        state.computed, state.last_token = position + 1 + num_right, sampled[num_right]
+        state.history = [*history, *sampled[: num_right + 1]]
         return sampled
 
     def _reads_nan(self, row: int, start: int, end: int) -> bool:

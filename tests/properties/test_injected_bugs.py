@@ -233,19 +233,9 @@ def window_line_not_written(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(WindowPages, "seat", seat_only)
 
 
-def last_token_not_told(patch: pytest.MonkeyPatch) -> None:
-    """A row decodes after guesses with a token that it has not kept."""
-    patch.setattr(RunningRows, "tell", lambda self, rows: EMPTY)
-
-
 def wrong_guesses_not_taken_back(patch: pytest.MonkeyPatch) -> None:
     """A row decodes on after all its guesses, the wrong ones included."""
-
-    def go_on(self: RunningRows, row: int) -> None:
-        self.untold[row] = self.last_token(row)
-        self.start_decoding(row)
-
-    patch.setattr(RunningRows, "go_on_from_guesses", go_on)
+    patch.setattr(RunningRows, "go_on_from_guesses", RunningRows.start_decoding)
 
 
 def accepted_after_a_wrong_guess(patch: pytest.MonkeyPatch) -> None:
@@ -305,7 +295,6 @@ BUGS: dict[Inject, int] = {
 }
 """Each bug, and the seed that is tried first: one that notices it, so that few others are run."""
 BUGS_OF_GUESSES: dict[Inject, int] = {
-    last_token_not_told: 0,
     wrong_guesses_not_taken_back: 0,
     accepted_after_a_wrong_guess: 0,
 }

@@ -26,7 +26,7 @@ from minisgl_backend.cli.options import (
 )
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.plan import Decodes
-from minisgl_backend.request import SamplingParams
+from minisgl_backend.request import EMPTY, SamplingParams
 from minisgl_backend.runtime.engine import Engine
 from minisgl_bench.comparison import changed, compare_option, measure_both
 from minisgl_bench.engines import check_batches, engine_facts, running_engine, submitted
@@ -144,11 +144,11 @@ class Decoding:
             rows = np.arange(batch_size, dtype=np.int32)
             positions = np.full(batch_size, begin, np.int32)
             no_grants = np.empty((3, 0), np.int32)
-            graphs.replay(Decodes(rows, positions), no_grants)
+            graphs.replay(Decodes(rows, positions), EMPTY, no_grants)
             first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             first.record()
             for step in range(1, self.steps + 1):
-                graphs.replay(Decodes(rows, positions + np.int32(step)), no_grants)
+                graphs.replay(Decodes(rows, positions + np.int32(step)), EMPTY, no_grants)
             last.record()
             return first, last
 

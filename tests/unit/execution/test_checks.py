@@ -29,10 +29,10 @@ def test_each_token_is_like_a_row_of_its_own() -> None:
         chunks=guesses((3, 9, (5, 6, 7)), (0, 2, (8, 9))),
         decodes=Decodes(ints(1, 2), ints(20, 30)),
     )
-    decodes, groups = as_decodes(plan, PAGE_SIZE)
+    decodes, tokens, groups = as_decodes(plan, PAGE_SIZE)
     assert decodes.rows.tolist() == [3, 3, 3, 0, 0, 1, 2] == plan.sample_rows.tolist()
     assert decodes.positions.tolist() == [9, 10, 11, 2, 3, 20, 30]
-    assert decodes.told.tolist() == [5, 6, 7, 8, 9, NO_TOKEN, NO_TOKEN]
+    assert tokens.tolist() == [5, 6, 7, 8, 9, NO_TOKEN, NO_TOKEN]
     # only the first chunk has whole pages before it
     assert [of.tolist() for of in (groups.sizes, groups.begins, groups.ends, groups.members)] == [
         [3],
@@ -40,20 +40,17 @@ def test_each_token_is_like_a_row_of_its_own() -> None:
         [2],
         [0, 1, 2],
     ]
-    assert {of.dtype for of in (decodes.rows, decodes.positions, decodes.told)} == {
-        np.dtype(np.int32)
-    }
+    assert {of.dtype for of in (decodes.rows, decodes.positions, tokens)} == {np.dtype(np.int32)}
 
 
-def test_decoding_rows_keep_what_they_are_told_and_their_groups() -> None:
+def test_decoding_rows_keep_their_groups() -> None:
     plan = StepPlan(
         step=0,
         chunks=guesses((3, 1, (5, 6)), (4, 40, (7, 8))),
-        decodes=Decodes(ints(1, 2, 0), ints(20, 30, 25), ints(NO_TOKEN, 4, NO_TOKEN)),
+        decodes=Decodes(ints(1, 2, 0), ints(20, 30, 25)),
         groups=Groups(ints(2), ints(0), ints(5), ints(0, 2)),
     )
-    decodes, groups = as_decodes(plan, PAGE_SIZE)
-    assert decodes.told.tolist() == [5, 6, 7, 8, NO_TOKEN, 4, NO_TOKEN]
+    _, _, groups = as_decodes(plan, PAGE_SIZE)
     assert groups.sizes.tolist() == [2, 2]
     assert groups.ends.tolist() == [10, 5]
     assert groups.members.tolist() == [2, 3, 6, 5], "rows 0 and 2 are at these indices"
@@ -64,12 +61,12 @@ def test_chunks_of_prompts_are_not_decoded(num_sampled: int) -> None:
     both = guesses((3, 9, (5, 6, 7)), (0, 2, (8,)))
     counts = ints(3, num_sampled)
     chunks = PromptChunks(both.rows, both.starts, both.lengths, counts, both.tokens)
-    decodes, groups = as_decodes(StepPlan(step=0, chunks=chunks), PAGE_SIZE)
-    assert not len(decodes.rows) and groups is NO_GROUPS
+    decodes, tokens, groups = as_decodes(StepPlan(step=0, chunks=chunks), PAGE_SIZE)
+    assert not len(decodes.rows) and not len(tokens) and groups is NO_GROUPS
 
 
 def test_known_tokens_before_the_last_one_are_not_decoded() -> None:
     check = guesses((3, 9, (5, 6, 7)))
     chunks = PromptChunks(check.rows, check.starts, check.lengths, ints(2), check.tokens)
-    decodes, _ = as_decodes(StepPlan(step=0, chunks=chunks), PAGE_SIZE)
+    decodes, _, _ = as_decodes(StepPlan(step=0, chunks=chunks), PAGE_SIZE)
     assert not len(decodes.rows)

@@ -39,6 +39,7 @@ from minisgl_backend.models.build import build_model
 from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.parallel.group import OneRank
 from minisgl_backend.plan import Decodes, Snapshots, StepPlan
+from minisgl_backend.request import IntArray
 from tests.conformance.checkpoints import CONTEXT, VOCAB_SIZE, write_checkpoint
 from tests.unit.execution.test_flat_batch import ints, plan_of
 
@@ -193,10 +194,10 @@ class Layers:
     def over_batch(self, plan: StepPlan) -> Tensor:
         return self.forward.over_batch(FlatBatch.of(plan))
 
-    def over_decodes(self, decodes: Decodes) -> Tensor:
+    def over_decodes(self, decodes: Decodes, told: IntArray) -> Tensor:
         """As decode graphs compute it."""
         given = StepInputs.empty(len(decodes.rows), 0, torch.device("cpu"))
-        lines = np.stack([decodes.rows, decodes.told, decodes.positions])
+        lines = np.stack([decodes.rows, told, decodes.positions])
         given.lines[:] = torch.from_numpy(lines)
         table = self.rows.table
         return self.forward.over_decodes(begin_decode(table, given, lines.shape[1], PAGE_SIZE))
@@ -318,8 +319,8 @@ def test_guesses_are_alike_as_chunks_and_as_decoding_rows(
     expected = layers.over_batch(plan).roll(-1, 0)  # decoding rows come first there
     after = layers.copy_of_memory()
     layers.go_back(before)
-    decodes, _ = as_decodes(plan, PAGE_SIZE)
-    torch.testing.assert_close(layers.over_decodes(decodes), expected, atol=1e-4, rtol=1e-4)
+    decodes, told, _ = as_decodes(plan, PAGE_SIZE)
+    torch.testing.assert_close(layers.over_decodes(decodes, told), expected, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(layers.memory, after, atol=1e-4, rtol=1e-4)
 
 

@@ -233,7 +233,7 @@ def test_chunks_and_decodes_of_several_rows(executor: ModelExecutor) -> None:
 def test_guesses_are_checked_by_what_decoding_samples(
     executor: ModelExecutor, sampling: SamplingParams
 ) -> None:
-    """Two of four are right; then the row is told its last token and decodes on."""
+    """Two of four are right; then the row decodes on."""
     expected = _alone(executor, 8, sampling)
     driver = Driver(executor)
     assert _tokens(driver.prefill(0, PROMPT, pages=(7, 2, 9, 4), sampling=sampling)) == [
@@ -256,8 +256,7 @@ def test_guesses_are_checked_by_what_decoding_samples(
     assert sampled[:3] == expected[1:4]
     asked = sampling.num_logprobs is not None
     assert step.logprobs.keys() == (set(range(5)) if asked else set())
-    decodes = replace(_decodes((0, 9), (1, 3)), told=_ints(expected[3], NO_TOKEN))
-    both = _tokens(driver.launch(decodes=decodes))
+    both = _tokens(driver.decode((0, 9), (1, 3)))
     again = _tokens(driver.decode((0, 10), (1, 4)))
     tokens = [both[0], again[0], *_tokens(driver.decode((0, 11)))]
     assert tokens == expected[4:7]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from minisgl_backend.execution.flat_batch import LAST_TOKEN, FlatBatch
-from minisgl_backend.plan import NO_TOKEN, Decodes, Groups, PromptChunks, StepPlan
+from minisgl_backend.plan import Decodes, Groups, PromptChunks, StepPlan
 from minisgl_backend.request import IntArray
 
 
@@ -77,13 +77,11 @@ def test_tokens_and_samples_of_a_step(
     assert {flat.chunk_offsets.dtype, flat.chunk_ends.dtype} == {np.dtype(np.int32)}
 
 
-def test_tokens_of_decoding_rows_are_known_to_the_device_or_told() -> None:
+def test_tokens_of_decoding_rows_are_known_to_the_device() -> None:
     plan = plan_of([(3, 0, 2, 1)], [(1, 7), (2, 9)])
     tokens = plan.chunks.tokens.tolist()
     assert FlatBatch.of(plan).tokens.tolist() == [LAST_TOKEN, LAST_TOKEN, *tokens]
-    told = replace(plan, decodes=replace(plan.decodes, told=ints(NO_TOKEN, 5)))
-    assert FlatBatch.of(told).tokens.tolist() == [LAST_TOKEN, 5, *tokens]
-    assert FlatBatch.of_decodes(told.decodes).tokens.tolist() == [LAST_TOKEN, 5]
+    assert FlatBatch.of_decodes(plan.decodes).tokens.tolist() == [LAST_TOKEN, LAST_TOKEN]
 
 
 def test_an_empty_plan() -> None:

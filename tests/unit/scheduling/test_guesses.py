@@ -79,15 +79,6 @@ def guessed(plan: StepPlan) -> dict[int, tuple[int, list[int]]]:
     return found
 
 
-def told(plan: StepPlan) -> list[tuple[int, int, int]]:
-    """The rows that the plan tells their last tokens, with positions and tokens."""
-    decodes = plan.decodes
-    if not len(decodes.told):
-        return []
-    lines = np.stack([decodes.rows, decodes.positions, decodes.told], axis=1).tolist()
-    return [(row, position, token) for row, position, token in lines if token != NO_TOKEN]
-
-
 def decoded(plan: StepPlan) -> list[tuple[int, int]]:
     """The rows and positions of the plan's decodes."""
     decodes = plan.decodes
@@ -187,17 +178,8 @@ def test_nothing_is_guessed_while_many_rows_decode() -> None:
     assert counts(guesses, 0, 2) == {0: 8, 2: 8}
 
 
-@pytest.mark.parametrize(
-    "depends",
-    [
-        {"presence_penalty": 0.5},
-        {"frequency_penalty": 0.5},
-        {"repetition_penalty": 1.5},
-        {"grammar": Grammar(GrammarKind.REGEX, "7*")},
-    ],
-)
-def test_nothing_is_guessed_if_a_token_depends_on_all_before_it(depends: dict[str, Any]) -> None:
-    guesses = begun(rows_of(replace(LONG, **depends), LONG))
+def test_rows_with_a_grammar_get_no_guesses_without_a_lookahead() -> None:
+    guesses = begun(rows_of(SEVENS, replace(LONG, repetition_penalty=1.5)))
     assert counts(guesses, 0, 1) == {1: 8}
 
 
@@ -233,11 +215,6 @@ def test_a_row_looks_nothing_up_for_a_while_after_guesses_that_were_not_allowed(
     assert guesses.of_rows(ints(0), Told())[0].tolist() == [7]
 
 
-def test_forced_tokens_are_no_guesses_in_rows_with_penalties() -> None:
-    guesses = begun(rows_of(replace(SEVENS, presence_penalty=0.5)))
-    assert not guesses.of_rows(ints(0), Told({0: (7, 7)}))
-
-
 def test_the_last_token_that_a_row_may_have_is_not_forced() -> None:
     rows = rows_of(replace(SEVENS, max_tokens=4))
     guesses, told = begun(rows), Told({0: (8, 8, 8, 8, 8)})
@@ -258,13 +235,12 @@ def test_a_row_gets_its_right_guesses_and_the_token_after_them() -> None:
     scheduler = started(repeating(0, max_tokens=20))
     plan = planned(scheduler)
     assert guessed(plan) == {0: (8, [3, 4, 5, 1, 2])}
-    assert not decoded(plan) and not told(plan)
+    assert not decoded(plan)
     result = commit(scheduler, plan, (4, 5, 1, 2, 3))
     assert result.request_ids == [0] * 5
     assert result.token_ids.tolist() == [4, 5, 1, 2, 3]
     plan = planned(scheduler)
     assert guessed(plan) == {0: (13, [3, 4, 5, 1, 2])}
-    assert not told(plan), "a chunk holds the last token itself"
 
 
 @pytest.mark.parametrize(
@@ -280,11 +256,7 @@ def test_what_is_sampled_after_a_wrong_guess_is_dropped(
     assert counted(scheduler) == (1, 4, num_right)
     at = 9 + num_right
     plan = planned(scheduler)
-    assert not guessed(plan)
-    assert (decoded(plan), told(plan)) == ([(0, at)], [(0, at, 9)])
-    commit(scheduler, plan)
-    plan = planned(scheduler)
-    assert (decoded(plan), told(plan)) == ([(0, at + 1)], []), "the executor has kept it"
+    assert not guessed(plan) and decoded(plan) == [(0, at)]
 
 
 def test_guesses_are_counted_over_all_rows_and_steps() -> None:
@@ -323,16 +295,6 @@ def test_a_row_is_judged_by_its_last_guesses() -> None:
     for token in (1, 2, 3):
         step(scheduler, token)
     assert guessed(planned(scheduler)) == {1: (13, [3, 4, 9, 1])}, "the first row pauses"
-
-
-def test_a_token_that_was_not_told_leaves_with_its_request() -> None:
-    scheduler = started(repeating(0))
-    step(scheduler, (9, 5, 1, 2, 3))
-    assert scheduler.abort(RequestId(0))
-    scheduler.add(request(1, 4))
-    step(scheduler)
-    plan = planned(scheduler)
-    assert (decoded(plan), told(plan)) == ([(0, 4)], [])
 
 
 def test_a_request_ends_with_its_last_token_among_right_guesses() -> None:
@@ -407,7 +369,7 @@ def test_other_rows_decode_beside_guesses() -> None:
         answers[request_id].append(token)
     assert answers == {0: [4, 5, 9], 1: [77]}
     plan = planned(scheduler)
-    assert (decoded(plan), told(plan)) == ([(0, 11), (1, 5)], [(0, 11, 9)])
+    assert decoded(plan) == [(0, 11), (1, 5)]
 
 
 def test_prompts_begin_beside_guesses_and_share_their_budget() -> None:

@@ -100,6 +100,39 @@ def test_tokens_are_those_without_guesses(
             assert_best(theirs, prompt, tokens)
 
 
+PENALTIES: Final[list[dict[str, Any]]] = [
+    {"frequency_penalty": 0.2},
+    {"presence_penalty": 2.0},
+    {"presence_penalty": -2.0, "stop_token_ids": FEW[:1], "min_tokens": 30},
+    {"repetition_penalty": 3.0},
+    {"repetition_penalty": 1.2, "presence_penalty": 1.0, "frequency_penalty": 0.1},
+]
+
+
+@pytest.mark.parametrize("penalties", PENALTIES, ids=str)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_tokens_of_rows_with_penalties(
+    options: dict[str, Any], penalties: dict[str, Any], tmp_path: Path
+) -> None:
+    """Every other row is greedy. Not all tokens that they choose from are in their prompts."""
+    write_checkpoint("qwen3", tmp_path)
+    model = load_model(tmp_path, context=CONTEXT)
+    given = [np.array(FEW * count, np.int32) for count in range(1, 9)]
+    six = tuple((token, 100.0) for token in range(10, 16))
+    without = [
+        SamplingParams(max_tokens=40, temperature=float(seed % 2), seed=seed, logit_bias=six)
+        for seed in range(len(given))
+    ]
+    sampling = [replace(each, **penalties) for each in without]
+    with TinyEngine(model, context=CONTEXT, **options) as engine:
+        plain = engine.run(given, sampling)
+        assert plain.tokens != engine.run(given, without).tokens
+    with TinyEngine(model, context=CONTEXT, speculative_tokens=5, **options) as engine:
+        found = engine.run(given, sampling)
+        assert_some_right(engine)
+    assert found.tokens == plain.tokens
+
+
 def test_tokens_of_adapters(tmp_path: Path) -> None:
     """Rows have one of two adapters, or none."""
     theirs = write_checkpoint("qwen3", tmp_path)

@@ -432,6 +432,46 @@ def test_each_sample_of_a_row_has_its_own_mask(way: Way) -> None:
             assert tokens == [7, 39, 9, 32]
 
 
+@pytest.mark.parametrize(
+    "options", [{"temperature": 0.0}, {}, {"top_k": 6.0}, {"top_p": 0.8}, {"min_p": 0.2}], ids=str
+)
+def test_samples_after_guesses_are_those_after_the_same_output(
+    way: Way, options: dict[str, float]
+) -> None:
+    """Of marked rows, and of others between them. Guesses are likely tokens, some of them twice."""
+    requests = [
+        Asked(frequency=1.5, presence=-0.5, output=(4,)),
+        Asked(bias=((9, 3.0),)),
+        Asked(repetition=3.0, prompt=(20, 21, 22), allowed=tuple(range(25)), frequency=0.4),
+        Asked(min_tokens=2, stops=(7, 8, 9), presence=2.0),
+    ]
+    guesses = [(7, 8, 7, 7), (7,), (7, 5, 7), (8, 7)]
+    logits = 0.3 * _logits(sum(len(each) + 1 for each in guesses), 50)
+    logits[:, 5:10] += torch.tensor([3.0, -1.0, 5.0, 4.5, 4.0])
+    logits = logits.to(way.device)
+    table = way.table(len(logits), 50, **options)  # with a mask for each sample
+    numbers, expected = list[tuple[int, int, int]](), list[int]()
+    for row, (asked, guessed) in enumerate(zip(requests, guesses, strict=True)):
+        for count, last in enumerate((0, *guessed)):
+            after = replace(asked, output=(*asked.output, *guessed[:count]))
+            after.write(table, row)
+            write_mask(table, 0, after.allowed or ())
+            of_row = torch.tensor([[row], [after.position]], dtype=torch.int32, device=way.device)
+            index = len(numbers)
+            expected += ORACLE.sample(logits[index : index + 1], table, *of_row).tolist()
+            numbers.append((row, after.position, last))
+        asked.write(table, row)
+    for index, (row, _, _) in enumerate(numbers):
+        write_mask(table, index, requests[row].allowed or ())
+    marks = table.marks.clone()
+    columns = torch.tensor(numbers, dtype=torch.int32, device=way.device).t().contiguous()
+    samples = Samples(*columns)
+    assert way.of_samples(logits, table, samples).tolist() == expected
+    assert torch.equal(table.marks, marks)
+    without = samples._replace(previous=torch.zeros_like(samples.rows))
+    assert ORACLE.of_samples(logits, table, without).tolist() != expected
+
+
 def test_stop_tokens_come_from_their_position_on(way: Way) -> None:
     table = way.table(1, 30)
     Asked(stops=(7,), min_tokens=2).write(table, 0)
@@ -561,13 +601,18 @@ def _holds_for_mixed_batches(
     if way is ON_CPU or dtype != torch.float64:
         logits = logits.to(dtype)
     logits = logits.to(way.device)
-    rows = torch.randperm(num_rows, generator=random).int().to(way.device)
+    counts = torch.randint(1, 4, (num_rows,), generator=random)
+    shuffled = torch.randperm(num_rows, generator=random).int()
+    rows = shuffled.repeat_interleave(counts)[:num_rows].to(way.device)
+    likely = logits.argmax(dim=-1).int()
+    previous = likely.where(torch.rand(num_rows, generator=random).to(way.device) < 0.7, 0)
     positions = torch.randint(0, 4, (num_rows,), generator=random).int().to(way.device)
     before, marks, bias = logits.clone(), table.marks.clone(), table.bias.clone()
-    actual = way.sample(logits, table, rows, positions)
+    samples = Samples(rows, positions, previous)
+    actual = way.of_samples(logits, table, samples)
     assert torch.equal(logits.nan_to_num(), before.nan_to_num())
     assert torch.equal(table.marks, marks) and torch.equal(table.bias, bias)
-    expected = ORACLE.sample(logits, table, rows, positions)
+    expected = sample_reference(logits, table, samples)
     assert int((actual != expected).sum()) <= _most_different(way, num_rows)
     assert torch.equal(actual == NO_TOKEN, expected == NO_TOKEN)
 

@@ -93,6 +93,16 @@ def kinds() -> list[Asked]:
             ),
         ),
         (said("abab"), SamplingParams(logit_bias=((piece("a"), 99.0), (piece("b"), 99.0)))),
+        (
+            said("abcabcabc"),
+            SamplingParams(
+                grammar=grammar("regex", "(abc|abd|acd)*"),
+                logit_bias=NO_END,
+                repetition_penalty=1.1,
+                presence_penalty=-0.5,
+                frequency_penalty=0.2,
+            ),
+        ),
     ]
 
 
@@ -174,8 +184,9 @@ def test_answers_of_two_ranks_are_those_without_guesses(plain: list[Answer]) -> 
     assert outcomes(answers) == outcomes(plain)
 
 
-def test_samples_of_a_prompt_are_those_without_guesses(guessing: Ranked) -> None:
-    prompt, sampling = kinds()[0]
+@pytest.mark.parametrize("kind", [0, 8], ids=["records", "penalties"])
+def test_samples_of_a_prompt_are_those_without_guesses(guessing: Ranked, kind: int) -> None:
+    prompt, sampling = kinds()[kind]
     sampling = replace(sampling, max_tokens=50)
     found = []
     with ranked_engine(1, **OPTIONS) as plain:

@@ -126,7 +126,7 @@ def test_tokens_of_attention_in_sections(
 
 def test_guesses_do_not_change_tokens(checkpoints: Path) -> None:
     """Rows repeat themselves: first greedy ones, whose ranks compare the best of their own logits,
-    then those that sample from three tokens."""
+    then those that sample from three tokens, at last with a penalty."""
     few = SamplingParams(
         max_tokens=40,
         seed=3,
@@ -136,6 +136,7 @@ def test_guesses_do_not_change_tokens(checkpoints: Path) -> None:
     waves = [
         [SamplingParams(max_tokens=40, temperature=0.0)] * 6,
         [few, replace(few, temperature=0.0), replace(few, num_logprobs=1)] * 2,
+        [replace(few, frequency_penalty=0.1, temperature=float(index % 2)) for index in range(6)],
     ]
     prompts = some_prompts(6, vocab_size=3)
     answers = []

@@ -132,7 +132,12 @@ class Driver:
         broken: tuple[int, ...] = (),
     ) -> Pending:
         """Prefill one chunk of a row, admitting it at ``start`` 0, while others decode."""
-        admission = _admission(row=row, num_prompt_tokens=start + len(tokens), sampling=sampling)
+        admission = _admission(
+            row=row,
+            num_prompt_tokens=start + len(tokens),
+            sampling=sampling,
+            history=tokens if sampling is not None and sampling.has_penalties else (),
+        )
         return self.launch(
             released_rows=_ints(*released),
             broken_pages=_ints(*broken),
@@ -179,6 +184,7 @@ def _admission(
     num_prompt_tokens: int,
     num_cached_tokens: int = 0,
     sampling: SamplingParams | None = None,
+    history: tuple[int, ...] = (),
 ) -> Admission:
     return Admission(
         request_id=RequestId(100 + row),
@@ -186,7 +192,7 @@ def _admission(
         num_prompt_tokens=num_prompt_tokens,
         num_cached_tokens=num_cached_tokens,
         sampling=sampling or SamplingParams(temperature=0.0),
-        history=_ints(),
+        history=_ints(*history),
     )
 
 
@@ -227,8 +233,11 @@ def test_chunks_and_decodes_of_several_rows(executor: ModelExecutor) -> None:
         SamplingParams(temperature=0.0, num_logprobs=0),
         SamplingParams(temperature=1.5, top_p=0.9, seed=3),
         SamplingParams(temperature=1.0, seed=4, logit_bias=((50, 2.0),), num_logprobs=1),
+        SamplingParams(
+            temperature=0.0, repetition_penalty=1.6, presence_penalty=3.0, frequency_penalty=2.0
+        ),
     ],
-    ids=["greedy", "sampled", "biased"],
+    ids=["greedy", "sampled", "biased", "penalized"],
 )
 def test_guesses_are_checked_by_what_decoding_samples(
     executor: ModelExecutor, sampling: SamplingParams

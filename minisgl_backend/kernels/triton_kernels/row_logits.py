@@ -119,9 +119,17 @@ def load_row(
 
 
 @triton.jit
-def _follows_guess(index, row, rows_ptr):
-    """Whether the sample ``index`` of a row comes after one of its guesses."""
-    return tl.load(rows_ptr + index - 1, mask=index > 0, other=-1) == row
+def _load_marks(marks_ptr, at, mask, marked, guesses):
+    """The marks of the tokens ``at`` of a row, with the guesses before the sample; 0 outside of
+    ``mask``, and in rows that are not ``marked``."""
+    index, row, rows_ptr, previous_ptr = guesses
+    mark = tl.load(marks_ptr + at, mask=mask & marked, other=0)
+    first = index  # the first sample of the row
+    while marked & (tl.load(rows_ptr + first - 1, mask=first > 0, other=-1) == row):
+        first -= 1
+    for guess in tl.range(first + 1, index + 1):
+        mark += tl.where(at == tl.load(previous_ptr + guess), ONCE, 0)
+    return mark
 
 
 @triton.jit
@@ -130,16 +138,14 @@ def load_logits(row_ptr, at, mask, adjustment, ADJUSTED: tl.constexpr):
 
     For rows whose adjustment is off, the result is the same without ``ADJUSTED``.
     """
-    x = tl.load(row_ptr + at, mask=mask, other=float("-inf")).to(tl.float32)
     if ADJUSTED:
         _, marked, biased, masked, lines, guesses, penalties, never = adjustment
         marks_ptr, bias_ptr, masks_ptr = lines
-        index, row, rows_ptr, previous_ptr = guesses
         repetition, presence, frequency = penalties
-        mark = tl.load(marks_ptr + at, mask=mask & marked, other=0)
-        while marked & _follows_guess(index, row, rows_ptr):
-            mark += tl.where(at == tl.load(previous_ptr + index), ONCE, 0)
-            index -= 1
+        # first, as its loops would take more registers if the logits were loaded before
+        mark = _load_marks(marks_ptr, at, mask, marked, guesses)
+    x = tl.load(row_ptr + at, mask=mask, other=float("-inf")).to(tl.float32)
+    if ADJUSTED:
         count = (mark // ONCE).to(tl.float32)
         repeated = tl.where(x > 0, x / repetition, x * repetition)
         x = tl.where((mark & ~_IS_STOP) > 0, repeated, x)

@@ -260,6 +260,9 @@ def _limits(
             max_batch_size=max_captured_batch_size,
             weights_per_layer=facts.weights_per_layer,
         )
+    most_checks = 0
+    if options.speculative_tokens:
+        most_checks = min(options.speculative_max_requests, options.max_running_requests)
     return ExecutorLimits(
         max_rows=options.max_running_requests,
         max_sequence_length=facts.context,
@@ -270,9 +273,6 @@ def _limits(
         # on all ranks, though only rank 0 has masks: captured sums need every rank
         takes_masks=options.structured_outputs,
         section=facts.shape.section,
-        most_guesses=min(
-            options.speculative_tokens
-            * min(options.speculative_max_requests, options.max_running_requests),
-            options.max_prefill_tokens // 2,
-        ),
+        most_guesses=min(options.speculative_tokens * most_checks, options.max_prefill_tokens // 2),
+        most_checks=most_checks,
     )

@@ -192,7 +192,8 @@ def test_steps_of_many_rows(
     device: torch.device, key_heads: int, heads: int, width: int, state_dtype: torch.dtype
 ) -> None:
     """The kernel that leaves updates pending, from all places on, with steps of the other one and
-    a check of guesses in between. States are whole when the next position is a multiple of ``WHOLE_EVERY``."""
+    a check of guesses in between. States are whole when the next position is a multiple of
+    ``WHOLE_EVERY``."""
     if is_interpreted():
         pytest.skip("needs a GPU")
     from minisgl_backend.kernels.cuda.delta_step import HEAD_DIM, DeltaStepKernel

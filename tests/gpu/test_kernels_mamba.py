@@ -138,7 +138,8 @@ def test_steps_of_many_rows(
     state_dtype: torch.dtype,
 ) -> None:
     """Steps leave updates pending, from all places on, with steps that leave none, a prompt and
-    checks of guesses in between. States are whole when the next position is a multiple of ``WHOLE_EVERY``."""
+    checks of guesses in between. States are whole when the next position is a multiple of
+    ``WHOLE_EVERY``."""
     weights = made_weights(shape, device, dtype, width=width)
     states, wanted = made_states(shape, 12, device, dtype, width=width, state_dtype=state_dtype)
     pending = states.pending

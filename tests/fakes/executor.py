@@ -260,16 +260,16 @@ class FakeExecutor:
             if self.has_states:
                 self._begin_state(row, position, int(snapshots.begun_from[chunk]))
             saved = np.flatnonzero(snapshots.saved_chunks == chunk)
-            saves = zip(snapshots.saved_positions[saved], snapshots.saved[saved], strict=True)
+            saves = dict(_lines(snapshots.saved_positions[saved], snapshots.saved[saved]))
             tokens = chunks.tokens[start : start + length].tolist()
             start += length
             self._go_back(row, position)
             if num_sampled > 1:
                 known, guesses = tokens[: 1 - num_sampled], tokens[1 - num_sampled :]
-                self._write(row, position, known, dict(saves))
-                sampled += self._check_guesses(row, guesses)
+                self._write(row, position, known, saves)
+                sampled += self._check_guesses(row, guesses, saves)
                 continue
-            self._write(row, position, tokens, dict(saves))
+            self._write(row, position, tokens, saves)
             if num_sampled:
                 sampled.append(self._sample(row))
         for row, position, token in _lines(
@@ -406,13 +406,13 @@ class FakeExecutor:
             assert position == state.state.position, "a chunk begins where the states are"
             state.computed = position
 
-    def _check_guesses(self, row: int, guesses: list[int]) -> list[int]:
+    def _check_guesses(self, row: int, guesses: list[int], saves: Mapping[int, int]) -> list[int]:
         """Sample, and compute each guess and sample after it. The row goes on after the guesses
         that were right, with the state before all of them, and forgets its last token."""
         state, sampled = self._rows[row], [self._sample(row)]
         first, before = state.computed, state.state
         for index, token in enumerate(guesses):
-            self._write(row, first + index, [token])
+            self._write(row, first + index, [token], saves)
             sampled.append(self._sample(row))
         pairs = zip(guesses, sampled, strict=False)
         num_right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

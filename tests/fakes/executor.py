@@ -260,7 +260,8 @@ class FakeExecutor:
             if self.has_states:
                 self._begin_state(row, position, int(snapshots.begun_from[chunk]))
             saved = np.flatnonzero(snapshots.saved_chunks == chunk)
-            saves = dict(_lines(snapshots.saved_positions[saved], snapshots.saved[saved]))
+            positions, numbers = snapshots.saved_positions[saved], snapshots.saved[saved]
+            saves = dict(zip(positions.tolist(), numbers.tolist(), strict=True))
             tokens = chunks.tokens[start : start + length].tolist()
             start += length
             self._go_back(row, position)

@@ -154,8 +154,8 @@ def test_guesses_do_not_change_tokens(checkpoints: Path, case: str) -> None:
                     assert num_right < stats.num_right_guesses < stats.num_guesses
                 num_right = stats.num_right_guesses
         answers.append(found)
-    # a recurrent state is rounded otherwise by blocks of other tokens
-    check_equal(*answers, tolerance=1e-6 if case == "qwen3" else 1e-5)
+    # norms of what recurrent heads read magnify rounding errors
+    check_equal(*answers, tolerance=1e-6 if case == "qwen3" else 1e-4)
 
 
 def test_tokens_of_steps_that_do_not_overlap(

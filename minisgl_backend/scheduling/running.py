@@ -265,9 +265,9 @@ class RunningRows:
 
     def due_tokens(self, row: int) -> IntArray:
         """The last committed token, behind those that the row's states have not taken in, int32[lag
-        + 1]. The row has no step in flight."""
+        + 1]. They have been sampled since the row was taken."""
         if lag := int(self.lag[row]):
-            return self.known(row)[-lag - 1 :]
+            return self.output(row)[-lag - 1 :]
         return np.array([self.last_token(row)], dtype=np.int32)
 
     def known(self, row: int) -> IntArray:

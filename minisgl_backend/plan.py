@@ -159,7 +159,7 @@ class PromptChunks:
     @property
     def known_ends(self) -> IntArray:
         """The positions after each chunk's last token that is not a guess."""
-        return self.ends - np.maximum(self.num_sampled - 1, 0)
+        return np.asarray(self.ends - np.maximum(self.num_sampled - 1, 0), np.int32)
 
     @property
     def sample_positions(self) -> IntArray:

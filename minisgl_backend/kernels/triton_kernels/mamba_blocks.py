@@ -165,10 +165,11 @@ def _chain_blocks(
         found += skip * x.to(tl.float32)
         to = out_ptr + (t[:, None] * HEADS + head) * P + p[None, :]
         tl.store(to, found.to(out_ptr.dtype.element_ty), mask=in_values)
-        if copy >= 0:
-            tl.store(head_ptr + copy * slot_stride, stored(state, state_kind), mask=in_state)
-        if block + 1 == known:
-            tl.store(head_ptr + slot * slot_stride, stored(state, state_kind), mask=in_state)
+        row_takes = block + 1 == known
+        if (copy >= 0) | row_takes:  # one branch takes fewer registers than two
+            kept = stored(state, state_kind)
+            tl.store(head_ptr + copy * slot_stride, kept, mask=in_state & (copy >= 0))
+            tl.store(head_ptr + slot * slot_stride, kept, mask=in_state & row_takes)
 
 
 @triton.jit

@@ -149,6 +149,13 @@ class EngineOptions:
     speculative_max_requests: int = option(
         8, "nothing is guessed while more requests than this decode", minimum=1, maximum=4096
     )
+    speculative_recent_tokens: int = option(
+        65536,
+        "tokens of ended answers in which guesses are looked for, too, by requests that share "
+        "cached prefixes with them; 0: none",
+        minimum=0,
+        maximum=2**24,
+    )
 
     attention_backend: str | None = option(
         None,
@@ -307,6 +314,17 @@ class EngineOptions:
     def __post_init__(self) -> None:
         for spec in fields(self):
             _check_range(spec, getattr(self, spec.name))
+
+    @property
+    def most_checks(self) -> int:
+        """The most requests whose guesses a step checks."""
+        num_rows = min(self.speculative_max_requests, self.max_running_requests)
+        return num_rows if self.speculative_tokens else 0
+
+    @property
+    def most_guesses(self) -> int:
+        """The most guesses that a step checks."""
+        return min(self.speculative_tokens * self.most_checks, self.max_prefill_tokens // 2)
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> EngineOptions:

@@ -3,7 +3,7 @@
 A ``StepPlan`` says what one forward pass does: which requests take a row, which pages the rows are
 granted, which prompt tokens are prefilled, and which rows decode. With overlap a plan is made
 before the tokens of the running step are known. So the tokens in a plan are committed ones or
-guesses, and the executor itself keeps the last sampled token of each row, but of rows with guesses.
+guesses, and the executor itself keeps the last sampled token of each row, unless it had guesses.
 
 Must not know tensors, devices, caches or queues. A plan consists of plain numbers, so the other
 tensor-parallel ranks get the very same plan, encoded as 32-bit words.
@@ -140,9 +140,9 @@ class PromptChunks:
     ``tokens`` [sum of lengths] holds their tokens, chunk after chunk. ``num_sampled`` is the number
     of the chunk's last positions after which a token is sampled: 0 for a part of a prompt, 1 for a
     chunk that ends with the row's last known token. Guesses at the tokens after that one may follow
-    (``scheduling.guesses``). Then a token is sampled after it and after each guess, and the row
-    does not keep any of them: the next plan that decodes it tells its last token. Nor do recurrent
-    states of the row take in guesses.
+    (``scheduling.guesses``). Then a token is sampled after it and after each guess, and the
+    executor does not know which of them is the row's last: the next plan that decodes the row tells
+    it. Recurrent states of the row do not take in guesses.
     """
 
     rows: IntArray = field(default_factory=_none)
@@ -167,6 +167,16 @@ class PromptChunks:
         counts = self.num_sampled
         begins = np.repeat(self.ends + 1 - np.cumsum(counts), counts)
         return np.asarray(begins + np.arange(len(begins)), np.int32)
+
+    def guesses(self) -> dict[int, IntArray]:
+        """The guesses at the next tokens of each row that has some, int32[n]."""
+        ends = np.cumsum(self.lengths)
+        return {
+            int(self.rows[chunk]): self.tokens[
+                ends[chunk] - self.num_sampled[chunk] + 1 : ends[chunk]
+            ]
+            for chunk in np.flatnonzero(self.have_guesses)
+        }
 
     @property
     def have_guesses(self) -> Mask:
@@ -195,20 +205,13 @@ class Decodes:
     at that position, and samples the next one.
 
     Rows are sorted by adapter slot, then by row: kernels are fastest with adapters in runs.
+    ``told`` are the last tokens of rows whose guesses were checked before, which the executor does
+    not know, and ``NO_TOKEN`` for others. It is empty if there are no such rows.
     """
 
     rows: IntArray = field(default_factory=_none)
     positions: IntArray = field(default_factory=_none)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LastTokens:
-    """The last tokens of decoding rows whose guesses were checked before, int32[num_told]: the
-    executor has not kept them. ``positions`` are those in ``Decodes``."""
-
-    rows: IntArray = field(default_factory=_none)
-    positions: IntArray = field(default_factory=_none)
-    tokens: IntArray = field(default_factory=_none)
+    told: IntArray = field(default_factory=_none)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -285,8 +288,9 @@ class StepPlan:
     of their own. No entry is granted twice.
     ``groups``: rows of ``decodes`` whose shared pages are worth reading together. Results do not
     depend on them.
-    ``masked_rows``: the rows that get a token and whose request has a grammar. If there are any,
-    the step waits for their masks before it samples (``Pending.mask``).
+    ``masked_rows``: the rows that get a token and whose request has a grammar, each once, in the
+    order of ``sample_rows``. If there are any, the step waits for the masks of their samples before
+    it samples (``Pending.mask``).
     ``draws``: in place of the admissions, on ranks other than 0.
     """
 
@@ -296,7 +300,6 @@ class StepPlan:
     broken_window_pages: IntArray = field(default_factory=_none)
     adapters: AdapterMoves = field(default_factory=AdapterMoves)
     copies: Copies = field(default_factory=Copies)
-    last_tokens: LastTokens = field(default_factory=LastTokens)
     admissions: tuple[Admission, ...] = ()
     grants: Grants = field(default_factory=Grants)
     window_grants: Grants = field(default_factory=Grants)
@@ -344,7 +347,6 @@ _PARTS: Final[Mapping[str, type[Any]]] = {
     "window_grants": Grants,
     "snapshots": Snapshots,
     "chunks": PromptChunks,
-    "last_tokens": LastTokens,
     "decodes": Decodes,
     "groups": Groups,
     "scores": Scores,
@@ -418,14 +420,16 @@ def _renumbered(of_samples: Mapping[int, _T], indices: IntArray) -> Mapping[int,
 class Pending(Protocol):
     """A launched step."""
 
-    def masks(self, num_rows: int) -> IntArray:
-        """Memory for the masks of the step, int32[num_rows, words of 32 tokens]: uninitialized, and
-        quick to copy to the device. Any thread may write to it once all earlier steps are done."""
+    def masks(self, num_masks: int) -> IntArray:
+        """Memory for the masks of the step, int32[num_masks, words of 32 tokens]: uninitialized,
+        and quick to copy to the device. Any thread may write to it once all earlier steps are
+        done."""
 
-    def mask(self, rows: IntArray) -> None:
-        """Let a step with masked rows sample. Each of ``rows``, int32[n], gets a token whose bit is
-        set in its line of ``masks(n)``. Comes before another step is launched."""
+    def mask(self, samples: IntArray) -> None:
+        """Let a step with masked rows sample. Each of ``samples``, int32[n], which are indices of
+        ``StepPlan.sample_rows``, gets a token whose bit is set in its line of ``masks(n)``. The
+        others of masked rows get any tokens. Comes before another step is launched."""
 
     def tokens(self) -> SampledTokens:
         """Wait for the step and return what it sampled: the one host sync of a step. If the step
-        still waits for masks, it samples with those that its rows had last."""
+        still waits for masks, its masked rows get any tokens."""

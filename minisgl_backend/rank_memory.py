@@ -56,7 +56,7 @@ def cache_sizes(facts: Resolved, group: Group) -> CacheSizes:
         free_bytes //= num_sharing
         cap_bytes //= num_sharing
     rows = options.max_running_requests + 1
-    reserved_bytes = SamplingTable.num_bytes(rows, facts.spec.vocab_size)
+    reserved_bytes = SamplingTable.num_bytes(rows, facts.spec.vocab_size, options.most_guesses)
     num_snapshots = None
     if facts.spec.recurrent is not None:
         slot_bytes = _slot_bytes(facts, facts.spec.recurrent)

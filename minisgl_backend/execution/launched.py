@@ -54,10 +54,10 @@ class LaunchedStep:
     def __init__(self, submission: Submission[HostOutput]):
         self._submission = submission
 
-    def masks(self, num_rows: int) -> IntArray:
+    def masks(self, num_masks: int) -> IntArray:
         raise InvariantError("a step without masked rows is given masks")
 
-    def mask(self, rows: IntArray) -> None:
+    def mask(self, samples: IntArray) -> None:
         raise InvariantError("a step without masked rows is given masks")
 
     def tokens(self) -> SampledTokens:
@@ -89,14 +89,14 @@ class MaskedStep:
         """Whether the step still waits for masks."""
         return self._sampled is None
 
-    def masks(self, num_rows: int) -> IntArray:
-        return self._sampler.staged_masks(num_rows)
+    def masks(self, num_masks: int) -> IntArray:
+        return self._sampler.staged_masks(num_masks)
 
-    def mask(self, rows: IntArray) -> None:
+    def mask(self, samples: IntArray) -> None:
         def rest() -> HostOutput:
             if self._finish is None:
                 raise InvariantError("the step broke before it could sample")
-            self._sampler.mask(rows)
+            self._sampler.mask(samples)
             return self._finish()
 
         self._sampled = self._submit(rest)

@@ -65,11 +65,11 @@ class _LeadingStep:
     pending: Pending
     outcome: SampledTokens | Exception | None = None
 
-    def masks(self, num_rows: int) -> IntArray:
-        return self.pending.masks(num_rows)
+    def masks(self, num_masks: int) -> IntArray:
+        return self.pending.masks(num_masks)
 
-    def mask(self, rows: IntArray) -> None:
-        self.pending.mask(rows)
+    def mask(self, samples: IntArray) -> None:
+        self.pending.mask(samples)
 
     def tokens(self) -> SampledTokens:
         return self.leader.finish(self)

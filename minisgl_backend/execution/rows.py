@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from minisgl_backend.device.base import Device, HostArray
-from minisgl_backend.kernels.rows import RowTable, keep_sampled
+from minisgl_backend.kernels.rows import RowTable
 from minisgl_backend.kernels.sampling_table import COLUMNS, IN_PROMPT, IS_STOP, ONCE
-from minisgl_backend.plan import NO_PAGE, Admission, Grants, LastTokens
+from minisgl_backend.plan import NO_PAGE, Admission, Grants
 from minisgl_backend.request import FloatArray, IntArray, SamplingParams
 
 _LEAST_FACTOR: Final = 1e-30
@@ -38,8 +38,10 @@ class DeviceRows:
         dummy_page: int,
         vocab_size: int,
         dummy_window_page: int | None = None,
+        most_guesses: int = 0,
     ):
-        """``dummy_window_page`` is given if layers have window pages."""
+        """``dummy_window_page`` is given if layers have window pages. ``most_guesses`` are checked
+        in a step, beside a token of each row."""
         self._device = device
         self._dummy_window_page = dummy_window_page
         self.page_size = page_size
@@ -50,6 +52,7 @@ class DeviceRows:
             vocab_size=vocab_size,
             device=device.torch_device,
             dummy_window_page=dummy_window_page,
+            most_guesses=most_guesses,
         )
 
     def admit(self, admissions: Sequence[Admission]) -> None:
@@ -84,11 +87,6 @@ class DeviceRows:
             begin, end = end, end + part.size
             to_tokens, bits = buffer[begin:end].view(part.shape)
             line.zero_()[to_tokens] = bits.int().view(line.dtype)
-
-    def tell(self, last: LastTokens) -> None:
-        """Let rows have these last tokens, in place of those that they kept."""
-        numbers = np.stack([last.rows, last.positions, last.tokens])
-        keep_sampled(self.table, *self._device.upload(numbers))
 
     def lines_of(self, grants: Grants, window_grants: Grants) -> IntArray:
         """The grants of a plan, int32[3, num_grants]: lines of the row table, indices and pages."""

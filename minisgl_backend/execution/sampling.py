@@ -50,13 +50,11 @@ class StepOutput:
 @dataclass(frozen=True, slots=True, eq=False)
 class StepLogits:
     """What is sampled from: this rank's ``logits`` [num_samples, tokens of the rank], and the
-    ``rows`` and the ``positions`` of the new tokens, int32 [num_samples]. ``keepers`` are the rows
-    that keep them, the dummy row for tokens that none does."""
+    ``rows`` and the ``positions`` of the new tokens, int32 [num_samples]."""
 
     logits: Tensor
     rows: Tensor
     positions: Tensor
-    keepers: Tensor
 
 
 class Sampler:
@@ -69,11 +67,9 @@ class Sampler:
         group: Group,
         splits: range = range(SPLITS),
         gathered: Callable[[Tensor], Tensor] = lambda logits: logits,
-        most_guesses: int = 0,
     ):
         """``splits`` are those of this rank's logits (``OutputHead``); ``gathered`` turns these
-        into the logits of all ranks. ``most_guesses`` are checked in a step, beside a token of each
-        row."""
+        into the logits of all ranks."""
         self._table = table
         self._device = device
         self._group = group
@@ -81,7 +77,7 @@ class Sampler:
         self._gathered = gathered
         num_rows = len(table.tokens)
         self._workspace = SamplingWorkspace(
-            num_rows + most_guesses, table.sampling.vocab_size, device.torch_device
+            table.sampling.most_samples, table.sampling.vocab_size, device.torch_device
         )
         self._staged_masks: IntArray = device.staging(tuple(table.sampling.masks.shape))
         self._num_logprobs = np.full(num_rows, -1, np.int64)  # -1 for none
@@ -112,18 +108,19 @@ class Sampler:
         """Whether sampling these rows takes the logits of all ranks; the same on all ranks."""
         return self._group.size == 1 or bool(self._need_all_logits[rows].any())
 
-    def staged_masks(self, num_rows: int) -> IntArray:
-        """Memory for the masks of a step, int32 [num_rows, num_words].
+    def staged_masks(self, num_masks: int) -> IntArray:
+        """Memory for the masks of a step, int32 [num_masks, num_words].
 
         It may be written once the previous step with masks, which reads this memory, is done.
         """
-        return self._staged_masks[:num_rows]
+        return self._staged_masks[:num_masks]
 
-    def mask(self, rows: IntArray) -> None:
-        """Allow ``rows``, int32 [n], only the tokens of their staged masks next."""
-        if len(rows):
-            lines = self._device.upload(rows.astype(np.int64))
-            masks = self._device.upload(self.staged_masks(len(rows)))
+    def mask(self, samples: IntArray) -> None:
+        """Allow the next step's samples with these indices, int32 [n], only the tokens of their
+        staged masks."""
+        if len(samples):
+            lines = self._device.upload(samples.astype(np.int64))
+            masks = self._device.upload(self.staged_masks(len(samples)))
             self._table.sampling.masks.index_copy_(0, lines, masks)
 
     def sample(self, due: StepLogits, *, all_logits: bool = True) -> StepOutput:
@@ -131,7 +128,7 @@ class Sampler:
         those of all ranks; it may be False only if ``need_all_logits`` is."""
         logits = self._gathered(due.logits) if all_logits else due.logits
         tokens = self._of_rank_0(logits, due) if all_logits else self._of_all_ranks(due)
-        keep_sampled(self._table, due.keepers, due.positions, tokens)
+        keep_sampled(self._table, due.rows, due.positions, tokens)
         return StepOutput(tokens, logits)
 
     def _of_rank_0(self, logits: Tensor, due: StepLogits) -> Tensor:

@@ -10,11 +10,13 @@ line of an array that the caller provides.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from copy import copy
 from enum import Enum, auto
-from functools import cached_property, partial
-from typing import Final
+from functools import cached_property
+from types import MappingProxyType
+from typing import Final, NamedTuple
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher
@@ -83,7 +85,35 @@ class Matcher:
         """Go back to the beginning, and take these tokens."""
         self._begin()
         self.inner.reset()
+        self.consume(token_ids)
+
+    def consume(self, token_ids: Sequence[TokenId]) -> None:
+        """Take these tokens; something may follow each of them."""
         self.inner.consume_tokens([token for token in token_ids if self.take(token)])
+
+    def forced(self) -> Sequence[TokenId]:
+        """The tokens that must come next, as far as there is no choice."""
+        return () if self.is_free or self.may_open is not None else self.inner.compute_ff_tokens()
+
+    def allowed(self, guesses: Sequence[TokenId]) -> int:
+        """How many of ``guesses``, from the first on, may come next, so that something may follow
+        each of them; none where a free section may begin."""
+        if self.may_open is not None:
+            return 0
+        ahead, inner = copy(self), self.inner.deep_copy()
+        for index, guess in enumerate(guesses):
+            if ahead.take(guess) and (not inner.try_consume_tokens([guess]) or inner.is_stopped()):
+                return index
+        return len(guesses)
+
+    def along(self, guesses: Sequence[TokenId]) -> Iterator[Matcher]:
+        """What this matcher will be before and after each of ``guesses``, if they are right; all
+        with the ``inner`` of now."""
+        ahead = copy(self)
+        yield copy(ahead)
+        for guess in guesses:
+            ahead.take(guess)
+            yield copy(ahead)
 
     def take(self, token_id: TokenId) -> bool:
         """Count a token of the answer. Returns whether it is part of the grammar, not of the free
@@ -122,6 +152,19 @@ class Matcher:
                 words[:] = before
 
 
+class _Lines(NamedTuple):
+    """What to write the lines of masks from. ``free`` lines are before a grammar. ``now`` has
+    matchers with their lines; ``ahead`` has, by index, copies of matchers with the line of their
+    mask and guesses, after each of which another mask follows."""
+
+    free: list[int]
+    now: list[tuple[LLMatcher, int]]
+    ahead: dict[int, tuple[LLMatcher, int, list[TokenId]]]
+
+
+_NO_GUESSES: Final[Mapping[int, Sequence[TokenId]]] = MappingProxyType({})
+
+
 class Batch:
     """The matchers of a step's rows, in order.
 
@@ -129,13 +172,23 @@ class Batch:
     hundreds of rows that would take time, while the device waits.
     """
 
-    def __init__(self, matchers: Sequence[Matcher]) -> None:
+    def __init__(
+        self,
+        matchers: Sequence[Matcher],
+        guesses: Mapping[int, Sequence[TokenId]] = _NO_GUESSES,
+    ) -> None:
+        """``guesses`` at the next tokens of some answers, by index, which ``Matcher.allowed``
+        allows: there is a mask before and after each of them."""
+        self.guesses = guesses
+        counts = [1 + len(guesses.get(index, ())) for index in range(len(matchers))]
+        self.first_lines: IntArray = np.cumsum([0, *counts], dtype=np.int32)[:-1]
+        """The line of each matcher's first mask."""
         self.matchers = matchers
         self.inners = [matcher.inner for matcher in matchers]
         self.with_rules = [
             (index, matcher) for index, matcher in enumerate(matchers) if matcher.has_own_rules
         ]
-        self._lines = [(inner, index) for index, inner in enumerate(self.inners)]
+        self._lines = list(zip(self.inners, self.first_lines.tolist(), strict=True))
 
     def take(self, token_ids: Sequence[TokenId]) -> Sequence[int]:
         """Count a token of each answer; returns the indices of the answers whose grammar must take
@@ -144,38 +197,71 @@ class Batch:
         indices = range(len(self.inners))
         return [index for index in indices if index not in before] if before else indices
 
-    def lines(self) -> tuple[list[int], list[tuple[LLMatcher, int]]]:
-        """The indices of the matchers that are free, and the others with their indices."""
-        free = [index for index, matcher in self.with_rules if matcher.is_free]
-        if not free:
-            return free, self._lines
-        return free, [line for line in self._lines if line[1] not in set(free)]
+    def lines(self) -> _Lines:
+        """The lines of the masks of the next step."""
+        free = {index for index, matcher in self.with_rules if matcher.is_free}
+        free -= self.guesses.keys()
+        now, others = self._lines, free | self.guesses.keys()
+        if others:
+            now = [line for index, line in enumerate(now) if index not in others]
+        lines = _Lines([int(self.first_lines[index]) for index in free], now, {})
+        for index in self.guesses:
+            self._look_ahead(index, lines)
+        return lines
+
+    def _look_ahead(self, index: int, lines: _Lines) -> None:
+        """Add the ``lines`` of a matcher with guesses."""
+        matcher, guesses = self.matchers[index], list(self.guesses[index])
+        first = int(self.first_lines[index])
+        num_free = sum(state.is_free for state in matcher.along(guesses))
+        lines.free.extend(range(first, first + num_free))
+        if num_free < len(guesses):
+            copied = matcher.inner.deep_copy()
+            lines.ahead[index] = copied, first + num_free, guesses[num_free:]
+        elif num_free == len(guesses):
+            lines.now.append((matcher.inner, first + num_free))
 
 
 class Filling:
     """Masks that are being written (``Grammars.fill``)."""
 
     def __init__(
-        self, batch: Batch, masks: IntArray, work: Future[None] | None, compiler: Compiler
+        self,
+        batch: Batch,
+        masks: IntArray,
+        ahead: Mapping[int, LLMatcher],
+        work: Future[None] | None,
+        compiler: Compiler,
     ) -> None:
+        """``ahead`` are the copies of matchers that stand in for them, by index."""
         self._batch = batch
         self._masks = masks
+        self._inners = batch.inners if not ahead else batch.inners.copy()
+        for index, inner in ahead.items():
+            self._inners[index] = inner
         self._work = work
         self._compiler = compiler
+
+    def wait(self) -> None:
+        """Wait until all are written: then the matchers may be used."""
+        if self._work is not None:
+            self._work.result()
 
     def result(self) -> dict[int, str]:
         """Wait until all are written. If any matchers have reached their limits, returns why, by
         index."""
-        if self._work is not None:
-            self._work.result()
-        for index, matcher in self._batch.with_rules:
-            if not matcher.inner.is_error():
-                matcher.adjust(self._masks[index])
+        self.wait()
+        batch = self._batch
+        for index, matcher in batch.with_rules:
+            if not self._inners[index].is_error():
+                states = matcher.along(batch.guesses.get(index, ()))
+                for line, state in enumerate(states, int(batch.first_lines[index])):
+                    state.adjust(self._masks[line])
         failed = {}
-        for index, inner in enumerate(self._batch.inners):
+        for index, inner in enumerate(self._inners):
             if inner.is_error():
                 failed[index] = f"the grammar is too complex: {one_line(inner.get_error())}"
-                self._compiler.drop(self._batch.matchers[index].grammar)
+                self._compiler.drop(batch.matchers[index].grammar)
         return failed
 
 
@@ -259,28 +345,27 @@ class Grammars:
         return states
 
     def fill(self, batch: Batch, masks: IntArray) -> Filling:
-        """Begin to write ``masks``, int32[num_matchers, num_words]: a bit for each token, 1 if it
-        may come next. The matchers must not be used until this is done."""
-        free, followed = batch.lines()
-        for index in free:
-            masks[index] = self._free
-        if not followed:
-            return Filling(batch, masks, None, self._compiler)
+        """Begin to write ``masks``, int32[num_masks, num_words]: a bit for each token, 1 if it may
+        come next. The matchers must not be used until this is done."""
+        free, now, of_guesses = batch.lines()
+        for line in free:
+            masks[line] = self._free
+        ahead = {index: copied for index, (copied, _, _) in of_guesses.items()}
+        if not (now or ahead):
+            return Filling(batch, masks, ahead, None, self._compiler)
         assert masks.flags.c_contiguous
-        compute = partial(
-            self._fillers.unsafe_compute_mask_ptr,
-            followed,
-            masks.ctypes.data,
-            self.num_words * masks.itemsize,
-            len(masks),
-        )
+        memory = masks.ctypes.data, self.num_words * masks.itemsize, len(masks)
+        fillers, with_guesses = self._fillers, list(of_guesses.values())
         has_lock = threading.Event()
 
         def work() -> None:
             has_lock.set()
-            compute()
+            if now:
+                fillers.unsafe_compute_mask_ptr(now, *memory)
+            if with_guesses:
+                fillers.unsafe_compute_mask_ptr_with_draft_token(with_guesses, *memory)
 
-        filling = Filling(batch, masks, self._filler.submit(work), self._compiler)
+        filling = Filling(batch, masks, ahead, self._filler.submit(work), self._compiler)
         has_lock.wait()  # else this thread would keep the GIL for milliseconds
         return filling
 

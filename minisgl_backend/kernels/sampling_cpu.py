@@ -47,7 +47,7 @@ def sample_on_cpu(logits: Tensor, table: SamplingTable, rows: Tensor, positions:
         tokens[plain] = _choose(_Lines.of(logits, plain), parameters.at(plain)).int()
     index = _indices(is_adjusted)
     of_index = parameters.at(index)
-    x = adjust_reference(logits[index], table, of_index.rows, of_index.positions)
+    x = adjust_reference(logits[index], table, of_index.rows, of_index.positions, index)
     tokens[index] = _choose(_Lines.of(x, torch.arange(len(x))), of_index).int()
     return tokens
 

@@ -50,7 +50,8 @@ def sample_reference(
 ) -> Tensor:
     """int32 [batch_size] tokens of ``logits`` [batch_size, vocab_size]: ``sampling.sample``."""
     of_rows = rows.long()
-    x = adjust_reference(logits, table, of_rows, positions)
+    samples = torch.arange(len(logits), device=logits.device)
+    x = adjust_reference(logits, table, of_rows, positions, samples)
     best = x.amax(dim=-1, keepdim=True)
     temperature = table.column("temperature")[of_rows][:, None]
     scaled = (x - best) * (1 / torch.where(temperature == 0, 1.0, temperature))

@@ -2,8 +2,8 @@
 
 For most rows these are a few numbers. Penalties, biases, grammars and held-back stop tokens change
 single logits before a token is chosen. Their data for each token of the vocabulary is in a line of
-``marks``, ``bias`` and ``masks``; other rows' lines are never read. Unlike the rest, a mask is
-written again for each token of its row.
+``marks`` and ``bias``; other rows' lines are never read. Masks belong to the samples of a step, as
+a row may have several, each with its own: they are written again for each step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ COLUMNS: Final = (
     "stops_from",  # the first position at which stop tokens may be sampled
     "marked",  # 1 if the row's line of marks counts, else 0
     "biased",  # 1 if its line of bias counts, else 0
-    "masked",  # 1 if its line of masks counts, else 0
+    "masked",  # 1 if the lines of masks of its samples count, else 0
 )
 
 IN_PROMPT: Final = 1
@@ -42,7 +42,8 @@ WORD: Final = 32
 
 class SamplingTable(NamedTuple):
     """``numbers`` float32 [num_rows, len(COLUMNS)], ``seeds`` int64 [num_rows], ``marks`` int32 and
-    ``bias`` float32 [num_rows, vocab_size], and ``masks`` int32 [num_rows, vocab_size / WORD].
+    ``bias`` float32 [num_rows, vocab_size], and ``masks`` int32 [most_samples, vocab_size / WORD],
+    a line for each sample of a step, in their order.
 
     It is a tuple because Triton's kernels take it as a whole.
     """
@@ -54,29 +55,39 @@ class SamplingTable(NamedTuple):
     masks: Tensor
 
     @classmethod
-    def empty(cls, num_rows: int, vocab_size: int, device: torch.device) -> SamplingTable:
-        """Greedy rows. On a CPU, lines of marks and bias take no memory until they are written."""
+    def empty(
+        cls, num_rows: int, vocab_size: int, device: torch.device, most_guesses: int = 0
+    ) -> SamplingTable:
+        """Greedy rows. A step samples a token for each row and after each guess, at most. On a CPU,
+        lines of marks and bias take no memory until they are written."""
         lines = (num_rows, vocab_size)
+        of_masks = (num_rows + most_guesses, num_words(vocab_size))
         table = cls(
             numbers=torch.zeros((num_rows, len(COLUMNS)), dtype=torch.float32, device=device),
             seeds=torch.zeros(num_rows, dtype=torch.int64, device=device),
             # unlike torch's, numpy's zeros are pages that the system maps only when touched
             marks=torch.from_numpy(np.zeros(lines, np.int32)).to(device),
             bias=torch.from_numpy(np.zeros(lines, np.float32)).to(device),
-            masks=torch.zeros((num_rows, num_words(vocab_size)), dtype=torch.int32, device=device),
+            masks=torch.zeros(of_masks, dtype=torch.int32, device=device),
         )
         table.column("top_p").fill_(1)
         table.column("repetition").fill_(1)
         return table
 
     @staticmethod
-    def num_bytes(num_rows: int, vocab_size: int) -> int:
+    def num_bytes(num_rows: int, vocab_size: int, most_guesses: int = 0) -> int:
         """Bytes of all marks, biases and masks; the rest is little."""
-        return num_rows * (8 * vocab_size + 4 * num_words(vocab_size))
+        mask_bytes = 4 * num_words(vocab_size)
+        return num_rows * (8 * vocab_size + mask_bytes) + most_guesses * mask_bytes
 
     @property
     def vocab_size(self) -> int:
         return self.marks.shape[1]
+
+    @property
+    def most_samples(self) -> int:
+        """The most tokens that a step samples."""
+        return self.masks.shape[0]
 
     def column(self, name: str) -> Tensor:
         """float32 [num_rows], a view."""
@@ -89,10 +100,11 @@ def num_words(vocab_size: int) -> int:
 
 
 def adjust_reference(
-    logits: Tensor, table: SamplingTable, rows: Tensor, positions: Tensor
+    logits: Tensor, table: SamplingTable, rows: Tensor, positions: Tensor, samples: Tensor
 ) -> Tensor:
     """``logits`` [batch_size, vocab_size] of ``rows``, for tokens at ``positions``, with penalties
-    and biases; -inf for stop tokens that are held back, and for tokens that a mask forbids.
+    and biases; -inf for stop tokens that are held back, and for tokens that a mask forbids. These
+    are the step's samples with the indices ``samples``.
 
     The repetition penalty (CTRL, arXiv 1909.05858) divides positive logits of tokens in the prompt
     or the output, and multiplies negative ones. The presence penalty is subtracted once from the
@@ -115,5 +127,5 @@ def adjust_reference(
     if not is_masked.any():
         return x
     tokens = torch.arange(x.shape[1], device=x.device)
-    bits = table.masks[rows][:, tokens // WORD] >> (tokens % WORD)  # [batch_size, vocab_size]
+    bits = table.masks[samples][:, tokens // WORD] >> (tokens % WORD)  # [batch_size, vocab_size]
     return x.masked_fill(is_masked & ((bits & 1) == 0), -torch.inf)

@@ -1,8 +1,8 @@
 """The open requests whose output must follow a grammar: their matchers, and the rows they hold.
 
 Used on the loop's thread only. The loop reports which requests come, take rows, get tokens and end;
-this module derives the masks of a step from that. Must not know how a grammar is followed
-(``grammar``) or where masks go.
+this module derives the masks of a step from that, and tells the planner what may come next
+(``Lookahead``). Must not know how a grammar is followed (``grammar``) or where masks go.
 
 A request whose grammar is being compiled is open, but the planner does not know it yet.
 """
@@ -50,7 +50,7 @@ class Compiled:
 @dataclass(frozen=True, slots=True, eq=False)
 class _MaskedRows:
     """The rows that a plan masks, ``planned``, and the ``rows`` among them whose requests are still
-    open, int32[n] each, with their matchers."""
+    open, int32[n] each, with their matchers. A row has a mask, and one for each of its guesses."""
 
     planned: IntArray
     rows: IntArray
@@ -60,9 +60,11 @@ class _MaskedRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepMasks:
-    """Masks of a step that are being written."""
+    """Masks of a step that are being written, for its ``samples``: indices of
+    ``StepPlan.sample_rows``, int32[num_masks]."""
 
     masked: _MaskedRows
+    samples: IntArray
     _filling: Filling
 
     def written(self) -> dict[RequestId, Failed]:
@@ -71,6 +73,10 @@ class StepMasks:
             self.masked.request_ids[index]: Failed(InvalidRequest(complaint))
             for index, complaint in self._filling.result().items()
         }
+
+    def wait(self) -> None:
+        """Wait until the matchers are free."""
+        self._filling.wait()
 
 
 class Constraints:
@@ -82,7 +88,9 @@ class Constraints:
         self._grammars = grammars
         self._matchers: dict[RequestId, Matcher] = {}
         self._by_row: dict[int, RequestId] = {}  # the last request with a grammar to hold the row
-        self._masked: _MaskedRows | None = None  # of the last masked step; None once out of date
+        # of the last masked step in which no row has guesses; None once out of date
+        self._masked: _MaskedRows | None = None
+        self._last: StepMasks | None = None
         self._compiling: dict[RequestId, Callable[[], bool] | None] = {}
 
     @property
@@ -144,13 +152,29 @@ class Constraints:
         """Begin to write the masks of a launched plan. All tokens of earlier steps must have been
         followed (``follow``), and no later token may be until the masks are written."""
         assert self._grammars is not None
-        masked = self._masked
-        if masked is None or not np.array_equal(masked.planned, plan.masked_rows):
-            masked = self._masked = self._find(plan.masked_rows)
-        filling = self._grammars.fill(masked.batch, pending.masks(len(masked.rows)))
-        return StepMasks(masked, filling)
+        masked, guesses = self._masked, plan.chunks.guesses()
+        if guesses:
+            masked = self._find(plan.masked_rows, guesses)
+        elif masked is None or not np.array_equal(masked.planned, plan.masked_rows):
+            masked = self._masked = self._find(plan.masked_rows, {})
+        samples = np.flatnonzero(np.isin(plan.sample_rows, masked.rows)).astype(np.int32)
+        filling = self._grammars.fill(masked.batch, pending.masks(len(samples)))
+        self._last = StepMasks(masked, samples, filling)
+        return self._last
 
-    def _find(self, planned: IntArray) -> _MaskedRows:
+    def forced(self, request_id: RequestId) -> Sequence[TokenId]:
+        """See ``Lookahead``."""
+        if self._last is not None:
+            self._last.wait()
+        matcher = self._matchers.get(request_id)
+        return () if matcher is None else matcher.forced()
+
+    def allowed(self, request_id: RequestId, guesses: Sequence[TokenId]) -> int:
+        """See ``Lookahead``."""
+        matcher = self._matchers.get(request_id)
+        return 0 if matcher is None else matcher.allowed(guesses)
+
+    def _find(self, planned: IntArray, guesses: Mapping[int, IntArray]) -> _MaskedRows:
         matchers, by_row = self._matchers, self._by_row
         found = [
             (row, request_id, matchers[request_id])
@@ -158,18 +182,17 @@ class Constraints:
             if (request_id := by_row.get(row)) in matchers  # the others have since ended
         ]
         rows, request_ids, batch = zip(*found, strict=True) if found else ((), (), ())
-        return _MaskedRows(planned, np.array(rows, np.int32), request_ids, Batch(batch))
+        of_rows = {index: guesses[row].tolist() for index, row in enumerate(rows) if row in guesses}
+        return _MaskedRows(planned, np.array(rows, np.int32), request_ids, Batch(batch, of_rows))
 
-    def follow(
-        self, plan: StepPlan, masks: StepMasks, token_ids: IntArray
-    ) -> dict[RequestId, TerminalEvent]:
+    def follow(self, masks: StepMasks, token_ids: IntArray) -> dict[RequestId, TerminalEvent]:
         """Let the matchers of a step's masked rows take its tokens; returns the requests that end
-        because of it. ``token_ids`` are those of all rows of the step, masked or not."""
+        because of it. ``token_ids`` are those of all samples of the step, masked or not."""
         assert self._grammars is not None
-        masked, sampled = masks.masked, plan.sample_rows
-        request_ids, batch = masked.request_ids, masked.batch
-        if len(masked.rows) < len(sampled):
-            token_ids = token_ids[np.isin(sampled, masked.rows)]  # both in the same order
+        request_ids, batch = masks.masked.request_ids, masks.masked.batch
+        token_ids = token_ids[masks.samples]
+        if batch.guesses:
+            token_ids = _take_right(batch, token_ids)
         if (token_ids == NO_TOKEN).any():
             kept = np.flatnonzero(token_ids != NO_TOKEN).tolist()
             request_ids = [request_ids[index] for index in kept]
@@ -181,3 +204,21 @@ class Constraints:
             for index, state in states.items()
             if request_ids[index] in self._matchers  # the others have since ended
         }
+
+
+def _take_right(batch: Batch, token_ids: IntArray) -> IntArray:
+    """Let matchers take the guesses that are right, and return each row's token after these, int32
+    [num_rows]. ``token_ids`` are those of all masks; a row that lacks one has ``NO_TOKEN``."""
+    due = token_ids[batch.first_lines]  # [num_rows]
+    for index, guesses in batch.guesses.items():
+        line = batch.first_lines[index]
+        samples = token_ids[line : line + 1 + len(guesses)].tolist()
+        if NO_TOKEN in samples:
+            due[index] = NO_TOKEN
+            continue
+        num_right = 0
+        while num_right < len(guesses) and samples[num_right] == guesses[num_right]:
+            num_right += 1
+        batch.matchers[index].consume(guesses[:num_right])
+        due[index] = samples[num_right]
+    return due

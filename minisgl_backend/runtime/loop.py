@@ -192,7 +192,7 @@ class Loop:
         while self._drain_inbox(block=not self._flights and not self._has_work()):
             self._end_overdue()
             self._readmit()
-            plan = self._scheduler.plan()
+            plan = self._scheduler.plan(self._constraints)
             self._mask_oldest()
             if plan is not None:
                 self._launch(plan)
@@ -350,7 +350,7 @@ class Loop:
         failed = flight.masks.written()
         flight.is_masked = True
         with self._on_device():
-            flight.pending.mask(flight.masks.masked.rows)
+            flight.pending.mask(flight.masks.samples)
         for request_id, event in failed.items():
             if request_id in self._open:
                 self._abort(request_id, event)
@@ -387,7 +387,7 @@ class Loop:
         """
         ended = {}
         if flight.masks is not None:
-            ended = self._constraints.follow(flight.plan, flight.masks, tokens.token_ids)
+            ended = self._constraints.follow(flight.masks, tokens.token_ids)
         self._begin_masks()
         return ended
 

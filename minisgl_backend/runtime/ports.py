@@ -1,7 +1,7 @@
 """What the loop needs from the two parts that it connects, a planner and an executor.
 
-Knows only the vocabulary of ``request``, ``plan`` and ``report``; ``build`` chooses the
-implementations.
+Knows only the vocabulary of ``request``, ``plan``, ``report`` and ``lookahead``; ``build`` chooses
+the implementations.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import Protocol
 
 from minisgl_backend.plan import Pending, SampledTokens, StepPlan
 from minisgl_backend.request import EMPTY, IntArray, Request, RequestId
+from minisgl_backend.scheduling.lookahead import Lookahead
 from minisgl_backend.scheduling.report import SchedulerStats, StepResult
 
 
@@ -26,9 +27,10 @@ class Scheduler(Protocol):
     def abort(self, request_id: RequestId) -> bool:
         """End a request without a result; False if it is not live. Idempotent."""
 
-    def plan(self) -> StepPlan | None:
+    def plan(self, lookahead: Lookahead | None = None) -> StepPlan | None:
         """The next step, or None if nothing can run before a step in flight is committed. May be
-        called before the last commit."""
+        called before the last commit. Requests with a grammar get no guesses without
+        ``lookahead``."""
 
     def commit(self, plan: StepPlan, tokens: SampledTokens) -> StepResult:
         """Take the tokens of ``plan``, which is the oldest one that is not committed yet."""

@@ -1,15 +1,16 @@
-"""Guesser at the next tokens of decoding rows, from what their sequences hold already.
+"""Guesser at the next tokens of decoding rows, from what was said before, and from what their
+grammars leave no choice about.
 
 Text repeats itself: code that is edited, documents that are quoted, calls with the same fields. If
-the last tokens of a sequence have occurred in it before, those that followed then may follow again.
-So a step computes the row's last token and the guesses together, and samples a token after each. As
-long as samples equal the guesses, the next sample is what a later step would have sampled, since it
-depends only on the tokens before it, its position and the seed. So a row gets at least one token a
-step, and the same ones as without guesses, but for the rounding of larger steps.
+the last tokens of a sequence have occurred before (``scheduling.lookup``), those that followed then
+may follow again. So a step computes the row's last token and the guesses together, and samples a
+token after each. As long as samples equal the guesses, the next sample is what a later step would
+have sampled, since it depends only on the tokens before it, its position and the seed. So a row
+gets at least one token a step, and the same ones as without guesses, but for the rounding of larger
+steps.
 
-Known as prompt lookup decoding (A. Saxena, 2023), a form of speculative decoding (Leviathan et al.,
-arXiv 2211.17192). Knows the tokens of rows and what they ask of sampling. Must not know pages or
-plans.
+A form of speculative decoding (Leviathan et al., arXiv 2211.17192). Knows the tokens of rows and
+what they ask of sampling, and a ``Lookahead``. Must not know pages or plans.
 """
 
 from __future__ import annotations
@@ -18,23 +19,28 @@ from typing import Final
 
 import numpy as np
 
-from minisgl_backend.request import EMPTY, IntArray
+from minisgl_backend.request import IntArray
+from minisgl_backend.scheduling.lookahead import Lookahead
+from minisgl_backend.scheduling.lookup import RecentAnswers, guesses_at
 from minisgl_backend.scheduling.running import RunningRows
 
-_LOOKED_FOR: Final = 3
-"""Number of last tokens that must have occurred before."""
-_PAUSE: Final = 16
-"""Number of tokens that a row gets without guesses after those of which none was right."""
+_PAUSE: Final = 4
+"""Number of tokens that a row gets without guesses, or with forced ones alone, after guesses of
+which none was right."""
 
 
 class Guesser:
     """How many guesses each row of ``RunningRows`` may have next, by how good its last ones were.
 
-    At most ``most_tokens`` for a row, and none while more than ``max_rows`` rows decode.
+    At most ``most_tokens`` for a row, and none while more than ``max_rows`` rows decode. They come
+    from the row's own tokens, or from ``recent`` answers.
     """
 
-    def __init__(self, rows: RunningRows, *, most_tokens: int, max_rows: int) -> None:
+    def __init__(
+        self, rows: RunningRows, recent: RecentAnswers, *, most_tokens: int, max_rows: int
+    ) -> None:
         self._rows = rows
+        self._recent = recent
         self._most_tokens = most_tokens
         self._max_rows = max_rows
         num_rows = len(rows.sequences)
@@ -44,28 +50,60 @@ class Guesser:
     def begin(self, row: int) -> None:
         """A sequence has taken the row."""
         sampling = self._rows.sequence(row).request.sampling
-        # these choose a token by all tokens before it, which are not known at guesses
-        depends = sampling.has_penalties or sampling.grammar is not None
-        self._may_have[row] = 0 if depends else self._most_tokens
+        # penalties choose a token by all tokens before it, which are not known at guesses
+        self._may_have[row] = 0 if sampling.has_penalties else self._most_tokens
         self._begin_at[row] = 0
 
-    def of_rows(self, ready: IntArray) -> dict[int, IntArray]:
-        """The guesses at the next tokens of each of the rows ``ready`` that has some, int32[n].
+    def of_rows(self, ready: IntArray, lookahead: Lookahead | None = None) -> dict[int, IntArray]:
+        """The guesses at the next tokens of each of the rows ``ready`` that has some, int32[n]. For
+        rows with a grammar there are none without ``lookahead``.
 
         While a row has a step in flight, its last token is not known: then they are guesses at the
         tokens from that one on, and tell whether there is something to wait for.
         """
         if len(ready) > self._max_rows:
             return {}
-        found, planned = {}, self._rows.planned
+        found, rows = {}, self._rows
         # a guess at the last token that a row may have would be of no use
-        most = np.minimum(self._may_have[ready], self._rows.limit[ready] - planned[ready] - 2)
-        may_guess = (most > 0) & (planned[ready] >= self._begin_at[ready])
-        for row, count in zip(ready[may_guess].tolist(), most[may_guess].tolist(), strict=True):
-            guesses = repeated(self._rows.known(row), count)
+        most = np.minimum(self._most_tokens, rows.limit[ready] - rows.planned[ready] - 2)
+        most = np.where(self._may_have[ready] > 0, most, 0)
+        lookups = np.minimum(most, self._may_have[ready])
+        lookups = np.where(rows.planned[ready] >= self._begin_at[ready], lookups, 0)
+        has_grammar = rows.masked[ready]
+        may_guess = np.where(has_grammar, most if lookahead is not None else 0, lookups) > 0
+        for index in np.flatnonzero(may_guess).tolist():
+            row, num_lookups = int(ready[index]), int(lookups[index])
+            if lookahead is not None and has_grammar[index]:
+                guesses = self._under_grammar(row, int(most[index]), num_lookups, lookahead)
+            else:
+                guesses = self._looked_up(row, rows.known(row), num_lookups)
             if len(guesses):
                 found[row] = guesses
         return found
+
+    def _under_grammar(
+        self, row: int, most: int, num_lookups: int, lookahead: Lookahead
+    ) -> IntArray:
+        """The tokens that the grammar forces, up to ``most``; if these are fewer than
+        ``num_lookups``, others after them, as far as the grammar allows."""
+        rows, request_id = self._rows, self._rows.sequence(row).request.id
+        forced = np.array(lookahead.forced(request_id)[:most], dtype=np.int32)
+        guesses = forced
+        if len(forced) < num_lookups:
+            tokens = np.concatenate([rows.known(row), forced])
+            looked_up = self._looked_up(row, tokens, num_lookups - len(forced))
+            guesses = np.concatenate([forced, looked_up])
+        if not len(guesses) or rows.in_flight[row]:
+            return guesses
+        num_allowed = lookahead.allowed(request_id, guesses.tolist())
+        if not num_allowed:
+            self.judge(row, len(guesses), 0)
+        return guesses[:num_allowed]
+
+    def _looked_up(self, row: int, tokens: IntArray, most: int) -> IntArray:
+        """Guesses at what follows ``tokens`` in a row, up to ``most``."""
+        cache_key = self._rows.sequence(row).request.cache_key
+        return guesses_at(tokens, most, self._recent, cache_key)
 
     def judge(self, row: int, num_guesses: int, num_right: int) -> None:
         """Note how many guesses were right. A row whose guesses are wrong gets fewer."""
@@ -75,19 +113,3 @@ class Guesser:
             self._may_have[row] = min(self._most_tokens, 2 * num_right + 1)
         if not num_right:
             self._begin_at[row] = self._rows.planned[row] + _PAUSE
-
-
-def repeated(tokens: IntArray, most: int) -> IntArray:
-    """The tokens, ``most`` of them, after the last earlier place at which the last ``_LOOKED_FOR``
-    of ``tokens``, int32[num_tokens], stand; none if there is no such place.
-
-    If that place is less than ``most`` before the end, what is between is repeated.
-    """
-    if len(tokens) <= _LOOKED_FOR:
-        return EMPTY
-    places = np.flatnonzero(tokens[_LOOKED_FOR - 1 : -1] == tokens[-1]) + _LOOKED_FOR - 1
-    for before in range(1, _LOOKED_FOR):
-        places = places[tokens[places - before] == tokens[-1 - before]]
-    if not len(places):
-        return EMPTY
-    return np.resize(tokens[places[-1] + 1 :][:most], most)

@@ -44,7 +44,7 @@ import numpy as np
 
 from minisgl_backend.cache.kv import KVCache
 from minisgl_backend.errors import InvariantError
-from minisgl_backend.plan import NO_SNAPSHOT, Admission, SampledTokens, StepPlan
+from minisgl_backend.plan import NO_SNAPSHOT, Admission, Decodes, SampledTokens, StepPlan
 from minisgl_backend.request import (
     EMPTY,
     IntArray,
@@ -57,6 +57,8 @@ from minisgl_backend.scheduling.draft import Draft
 from minisgl_backend.scheduling.guesses import Guesser
 from minisgl_backend.scheduling.intake import Intake
 from minisgl_backend.scheduling.lifecycle import Lifecycle
+from minisgl_backend.scheduling.lookahead import Lookahead
+from minisgl_backend.scheduling.lookup import RecentAnswers
 from minisgl_backend.scheduling.report import Counters, SchedulerStats, StepResult
 from minisgl_backend.scheduling.room import Room
 from minisgl_backend.scheduling.sequence import Phase, Precedence, Sequence, by_precedence
@@ -75,8 +77,9 @@ class SchedulerConfig:
     so the pages of a prefix are not enough to go on from it. With a ``section`` no chunk crosses a
     multiple of it, as attention in sections requires (``attention.sections``).
     ``num_adapter_slots``: the most adapters that are on the device at once. ``speculative_tokens``
-    (0 for none) and ``speculative_max_requests`` limit ``guesses``. No model has both states and
-    sections.
+    (0 for none) and ``speculative_max_requests`` limit ``guesses``, and
+    ``speculative_recent_tokens`` is the size of ``lookup.RecentAnswers``. No model has both states
+    and sections.
     """
 
     max_running_requests: int = 256
@@ -92,6 +95,7 @@ class SchedulerConfig:
     num_adapter_slots: int = 0
     speculative_tokens: int = 0
     speculative_max_requests: int = 8
+    speculative_recent_tokens: int = 0
 
 
 class Scheduler:
@@ -111,6 +115,7 @@ class Scheduler:
         self._config = config
         self._counters = counters or Counters()
         places = AdapterPlaces(config.num_adapter_slots)
+        recent = RecentAnswers(config.speculative_recent_tokens)
         self._life = Lifecycle(
             cache,
             config.max_running_requests,
@@ -125,6 +130,7 @@ class Scheduler:
             group_cost_tokens=config.group_cost_tokens if config.names_groups else None,
             has_states=config.has_states,
             released_rows=list(taken_rows),
+            recent=recent if config.speculative_tokens else None,
         )
         self._rows = self._life.rows
         self._queue = self._life.queue
@@ -133,6 +139,7 @@ class Scheduler:
         if config.speculative_tokens:
             self._guesser = Guesser(
                 self._rows,
+                recent,
                 most_tokens=config.speculative_tokens,
                 max_rows=config.speculative_max_requests,
             )
@@ -153,13 +160,13 @@ class Scheduler:
         self._life.end(sequence)
         return True
 
-    def plan(self) -> StepPlan | None:
+    def plan(self, lookahead: Lookahead | None = None) -> StepPlan | None:
         """The next step, or None if nothing can run now."""
         if self._has_unjudged:
             return None
         guesses: Mapping[int, IntArray] = {}
         if self._guesser is not None:
-            guesses = self._guesser.of_rows(self._rows.ready_to_decode())
+            guesses = self._guesser.of_rows(self._rows.ready_to_decode(), lookahead)
             if any(self._rows.in_flight[row] for row in guesses):
                 return None
         draft = Draft(self._config.max_prefill_tokens)
@@ -244,9 +251,8 @@ class Scheduler:
             ready = ready[~np.isin(ready, lagging)]
         groups, ready = self._life.groups_of(ready), rows.by_adapter(ready)
         positions = rows.plan_decode(ready)
-        draft.decode(ready, positions, groups)
-        if self._guesser is not None:
-            draft.last_tokens = rows.tell(ready, positions)
+        told = EMPTY if self._guesser is None else rows.tell(ready)
+        draft.decode(Decodes(ready, positions, told), groups)
         if self._life.states is not None:
             self._life.states.keep(ready, positions, draft)
         return under_pressure

@@ -340,12 +340,12 @@ class Asked:
         return adjusted
 
 
-def write_mask(table: SamplingTable, row: int, allowed: Iterable[int]) -> None:
+def write_mask(table: SamplingTable, sample: int, allowed: Iterable[int]) -> None:
     """Set the bits of these tokens, and clear all others."""
     line = np.zeros(num_words(table.vocab_size), np.uint32)
     for token in allowed:
         line[token // WORD] |= np.uint32(1 << token % WORD)
-    table.masks[row] = torch.from_numpy(line.view(np.int32)).to(table.masks.device)
+    table.masks[sample] = torch.from_numpy(line.view(np.int32)).to(table.masks.device)
 
 
 ADJUSTED: Final = [
@@ -406,6 +406,25 @@ def test_only_allowed_tokens_are_drawn(way: Way) -> None:
         assert set(way.draw(logits, table)) == set(allowed)
     table.masks.zero_()
     assert set(way.draw(logits, table)) == {NO_TOKEN}
+
+
+def test_each_sample_of_a_row_has_its_own_mask(way: Way) -> None:
+    """With and without filters. The first row has no grammar."""
+    table = SamplingTable.empty(2, 40, way.device, most_guesses=2)
+    table.column("masked")[1] = 1
+    rows = torch.tensor([1, 0, 1, 1], dtype=torch.int32, device=way.device)
+    allowed = [[7], [], [8, 9], [31, 32]]
+    for index, few in enumerate(allowed):
+        write_mask(table, index, few)
+    logits = torch.linspace(0.0, 3.0, 40, device=way.device).repeat(4, 1)
+    for temperature, top_k in ((0.0, 0), (1.0, 0), (1.0, 30)):
+        table.column("temperature").fill_(temperature)
+        table.column("top_k").fill_(top_k)
+        tokens = way.sample(logits, table, rows, torch.arange(4, device=way.device).int()).tolist()
+        assert [tokens[0], tokens[2] in (8, 9), tokens[3] in (31, 32)] == [7, True, True]
+        assert tokens[1] not in (7, NO_TOKEN)
+        if not temperature:
+            assert tokens == [7, 39, 9, 32]
 
 
 def test_stop_tokens_come_from_their_position_on(way: Way) -> None:
@@ -598,7 +617,8 @@ def test_a_row_depends_on_itself_alone(way: Way) -> None:
     assert torch.equal(reverse.flip(0), together)
     for row in range(num_rows):
         own = slice(row, row + 1)
-        alone = way.sample(logits[own], table, rows[own], rows[own] % 3)
+        with_its_mask = table._replace(masks=table.masks[own])
+        alone = way.sample(logits[own], with_its_mask, rows[own], rows[own] % 3)
         assert torch.equal(alone, together[own])
 
 

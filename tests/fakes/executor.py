@@ -156,11 +156,11 @@ class FakePending:
     plan: StepPlan
     result: SampledTokens | None = None
 
-    def masks(self, num_rows: int) -> IntArray:
+    def masks(self, num_masks: int) -> IntArray:
         """The arithmetic knows no masks."""
-        return np.empty((num_rows, 0), np.int32)
+        return np.empty((num_masks, 0), np.int32)
 
-    def mask(self, rows: IntArray) -> None:
+    def mask(self, samples: IntArray) -> None:
         pass
 
     def tokens(self) -> SampledTokens:
@@ -273,13 +273,12 @@ class FakeExecutor:
             self._write(row, position, tokens, saves)
             if num_sampled:
                 sampled.append(self._sample(row))
-        for row, position, token in _lines(
-            plan.last_tokens.rows, plan.last_tokens.positions, plan.last_tokens.tokens
-        ):
-            assert position == self._rows[row].computed
-            assert self._rows[row].last_token == NO_TOKEN, "only what is not known is told"
-            self._rows[row].last_token = token
-        for row, position in _lines(plan.decodes.rows, plan.decodes.positions):
+        decodes = plan.decodes
+        for row, token in _lines(decodes.rows[: len(decodes.told)], decodes.told):
+            if token != NO_TOKEN:
+                assert self._rows[row].last_token == NO_TOKEN, "only what is not known is told"
+                self._rows[row].last_token = token
+        for row, position in _lines(decodes.rows, decodes.positions):
             self._write(row, position, [self._rows[row].last_token])
         sampled += [self._sample(row) for row in plan.decodes.rows.tolist()]
         logprobs = {

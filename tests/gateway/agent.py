@@ -200,28 +200,29 @@ class _Voice(ExecutorWrapper):
     def launch(self, plan: StepPlan) -> Pending:
         for admission in plan.admissions:
             self._by_row[admission.row] = self._speakers.pop(admission.request_id)
-        said_by = {row: self._by_row[row] for row in plan.sample_rows.tolist()}
+        said_by = [self._by_row[row] for row in plan.sample_rows.tolist()]
         return _Said(super().launch(plan), said_by, self._num_words)
 
 
 class _Said(PendingWrapper):
-    """A step that samples what its rows say under their masks."""
+    """A step that samples what its rows say under their masks; ``said_by`` has the speaker of each
+    sample."""
 
-    def __init__(self, step: Pending, said_by: dict[int, _Speaker], num_words: int) -> None:
+    def __init__(self, step: Pending, said_by: list[_Speaker], num_words: int) -> None:
         super().__init__(step)
         self._said_by = said_by
         self._num_words = num_words
         self._written: IntArray = EMPTY
         self._masks: dict[int, IntArray] = {}
 
-    def masks(self, num_rows: int) -> IntArray:
-        self._written = np.empty((num_rows, self._num_words), np.int32)
+    def masks(self, num_masks: int) -> IntArray:
+        self._written = np.empty((num_masks, self._num_words), np.int32)
         return self._written
 
-    def mask(self, rows: IntArray) -> None:
-        self._masks = dict(zip(rows.tolist(), self._written, strict=True))
+    def mask(self, samples: IntArray) -> None:
+        self._masks = dict(zip(samples.tolist(), self._written, strict=True))
 
     def tokens(self) -> SampledTokens:
         super().tokens()
-        told = [speaker.next(self._masks.get(row)) for row, speaker in self._said_by.items()]
+        told = [speaker.next(self._masks.get(at)) for at, speaker in enumerate(self._said_by)]
         return SampledTokens(np.array(told, np.int32))

@@ -78,9 +78,9 @@ def text_of(answer: Answer) -> str:
     return TextStream(VOCABULARY).push(answer.tokens, final=True).text
 
 
-@pytest.fixture(scope="module")
-def ranked() -> Iterator[Ranked]:
-    with ranked_engine(1, **OPTIONS) as engine:
+@pytest.fixture(scope="module", params=[0, 5], ids=["plain", "guessing"])
+def ranked(request: pytest.FixtureRequest) -> Iterator[Ranked]:
+    with ranked_engine(1, **OPTIONS, speculative_tokens=request.param) as engine:
         yield engine
 
 
@@ -398,12 +398,13 @@ def company() -> list[tuple[IntArray, SamplingParams]]:
 
 
 @pytest.fixture(scope="module")
-def alone(ranked: Ranked) -> list[tuple[list[int], FinishReason | None]]:
+def alone() -> list[tuple[list[int], FinishReason | None]]:
     found = []
-    for prompt, sampling in company():
-        answer = ranked.submit(prompt, sampling)
-        wait_for_all([answer])
-        found.append((answer.tokens, answer.reason))
+    with ranked_engine(1, **OPTIONS) as ranked:
+        for prompt, sampling in company():
+            answer = ranked.submit(prompt, sampling)
+            wait_for_all([answer])
+            found.append((answer.tokens, answer.reason))
     return found
 
 
@@ -415,6 +416,9 @@ def alone(ranked: Ranked) -> list[tuple[list[int], FinishReason | None]]:
         {"max_prefill_tokens": 16, "page_size": 4},
         {"num_pages": 40, "page_size": 4},
         {"num_pages": 40, "page_size": 4, "overlap": False},
+        {"speculative_tokens": 6, "speculative_max_requests": 20},
+        {"speculative_tokens": 3, "overlap": False, "page_size": 4},
+        {"speculative_tokens": 6, "num_pages": 40, "page_size": 4},
     ],
     ids=str,
 )
@@ -431,8 +435,11 @@ def test_the_same_answer_in_any_company(
         answers = [ranked.submit(*asked) for asked in company()]
         wait_for_all(answers)
         assert [(answer.tokens, answer.reason) for answer in answers] == alone
+        stats = ranked.engine.stats().scheduler
         if "num_pages" in options:
-            assert ranked.engine.stats().scheduler.num_retractions > 3
+            assert stats.num_retractions > 3
+        if "speculative_tokens" in options:
+            assert stats.num_right_guesses > 0
 
 
 class BreakingExecutor(ExecutorWrapper):
@@ -454,8 +461,8 @@ class BreakingStep(PendingWrapper):
         super().__init__(step)
         self.when = when
 
-    def mask(self, rows: IntArray) -> None:
-        super().mask(rows)
+    def mask(self, samples: IntArray) -> None:
+        super().mask(samples)
         if self.when == "masked":
             raise RuntimeError("broken while it was masked")
 
@@ -467,11 +474,12 @@ class BreakingStep(PendingWrapper):
 
 
 @pytest.mark.parametrize("when", ["masked", "read"])
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize(("overlap", "num_guesses"), [(True, 0), (True, 5), (False, 0)])
 def test_the_same_answer_after_a_step_that_broke(
-    alone: list[tuple[list[int], FinishReason | None]], overlap: bool, when: str
+    alone: list[tuple[list[int], FinishReason | None]], overlap: bool, num_guesses: int, when: str
 ) -> None:
-    options = EngineOptions.from_mapping(OPTIONS)
+    guessing = {"speculative_tokens": num_guesses, "speculative_max_requests": 20}
+    options = EngineOptions.from_mapping({**OPTIONS, **guessing})
     info, executor = build_executor(options)
     engine = Engine(
         info,

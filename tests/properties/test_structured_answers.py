@@ -35,9 +35,10 @@ TOGETHER: Final = 8
 MOST_TOKENS: Final = 120
 
 
-@pytest.fixture(scope="module")
-def ranked() -> Iterator[Ranked]:
+@pytest.fixture(scope="module", params=[0, 4], ids=["plain", "guessing"])
+def ranked(request: pytest.FixtureRequest) -> Iterator[Ranked]:
     options: dict[str, Any] = {"dtype": "float32", "load_format": "dummy", "num_pages": 256}
+    options["speculative_tokens"] = request.param
     with ranked_engine(1, Path(DEMO_MODEL), **options) as engine:
         yield engine
 

@@ -24,6 +24,7 @@ from minisgl_backend.request import EMPTY, IntArray, Request, RequestId
 from minisgl_backend.runtime import ports
 from minisgl_backend.runtime.engine import Engine
 from minisgl_backend.runtime.engine_base import EngineInfo
+from minisgl_backend.scheduling.lookahead import Lookahead
 from minisgl_backend.scheduling.report import StepResult
 from minisgl_backend.scheduling.scheduler import Scheduler
 from minisgl_backend.text.tokenizer_files import check_tokenizer, understood
@@ -44,11 +45,11 @@ class _Paced:
         self._token_ids = token_ids
         self._due_s = due_s
 
-    def masks(self, num_rows: int) -> IntArray:
+    def masks(self, num_masks: int) -> IntArray:
         """Tokens are made up, so masks say nothing."""
-        return np.empty((num_rows, 0), np.int32)
+        return np.empty((num_masks, 0), np.int32)
 
-    def mask(self, rows: IntArray) -> None:
+    def mask(self, samples: IntArray) -> None:
         pass
 
     def tokens(self) -> SampledTokens:
@@ -170,8 +171,8 @@ class JournaledScheduler(SchedulerWrapper):
         self._note("aborted", [request_id] if was_live else [])
         return was_live
 
-    def plan(self) -> StepPlan | None:
-        plan = super().plan()
+    def plan(self, lookahead: Lookahead | None = None) -> StepPlan | None:
+        plan = super().plan(lookahead)
         if plan is not None and plan.admissions:
             self._note("admitted", [admission.request_id for admission in plan.admissions])
         return plan

@@ -16,6 +16,7 @@ import click
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.plan import Pending, SampledTokens, StepPlan
 from minisgl_backend.runtime import ports
+from minisgl_backend.scheduling.lookahead import Lookahead
 from minisgl_backend.scheduling.report import StepResult
 from minisgl_backend.scheduling.scheduler import Scheduler
 from minisgl_bench.trace_table import report_trace
@@ -108,9 +109,9 @@ class MarkedScheduler(SchedulerWrapper):
         super().__init__(scheduler)
         self._mark = mark
 
-    def plan(self) -> StepPlan | None:
+    def plan(self, lookahead: Lookahead | None = None) -> StepPlan | None:
         with self._mark("plan"):
-            return super().plan()
+            return super().plan(lookahead)
 
     def commit(self, plan: StepPlan, tokens: SampledTokens) -> StepResult:
         with self._mark(f"commit {described(plan)}"):

@@ -27,6 +27,7 @@ from minisgl_backend.runtime import ports
 from minisgl_backend.runtime.adapters import Adapters
 from minisgl_backend.runtime.engine import Engine
 from minisgl_backend.runtime.engine_base import EngineInfo
+from minisgl_backend.scheduling.lookahead import Lookahead
 from minisgl_backend.scheduling.scheduler import Scheduler, SchedulerConfig
 from minisgl_check.defect import MARK, STEP_S, Defect, Switch
 from minisgl_kit.wrappers import CacheWrapper, ExecutorWrapper, PendingWrapper, SchedulerWrapper
@@ -139,15 +140,15 @@ class FrailScheduler(SchedulerWrapper):
         self._frailty.pause()
         return super().abort(request_id)
 
-    def plan(self) -> StepPlan | None:
+    def plan(self, lookahead: Lookahead | None = None) -> StepPlan | None:
         self._frailty.pause()
         switch = self._frailty.switch
         plan = None
         if self._is_scarce() and not (switch.was_met and random.random() >= _SCARCE):
             switch.meet()
-            plan = self._plan_without_pages()
+            plan = self._plan_without_pages(lookahead)
         # without any plan, the loop would consider the planner broken
-        plan = super().plan() if plan is None else plan
+        plan = super().plan(lookahead) if plan is None else plan
         if plan is not None:
             self._prefilling.difference_update(plan.released_rows.tolist())
             self._prefilling.update(plan.chunks.rows.tolist())
@@ -164,12 +165,12 @@ class FrailScheduler(SchedulerWrapper):
         waits = stats.num_waiting > 0
         return switch.is_on(Defect.NO_PAGES_TO_ADMIT if waits else Defect.NO_PAGES_TO_DECODE)
 
-    def _plan_without_pages(self) -> StepPlan | None:
+    def _plan_without_pages(self, lookahead: Lookahead | None) -> StepPlan | None:
         """A plan made while another lease holds all free and evictable pages."""
         cache = self._cache
         hoard = cache.acquire(EMPTY)
         assert cache.grow(hoard, (cache.num_free + cache.num_evictable) * cache.page_size)
-        plan = super().plan()
+        plan = super().plan(lookahead)
         cache.release(hoard)
         return plan
 

@@ -17,6 +17,7 @@ from minisgl_backend.cache.windows import WindowPages
 from minisgl_backend.plan import Groups, Pending, SampledTokens, StepPlan
 from minisgl_backend.request import EMPTY, IntArray, Request, RequestId
 from minisgl_backend.runtime.ports import Scheduler
+from minisgl_backend.scheduling.lookahead import Lookahead
 from minisgl_backend.scheduling.report import SchedulerStats, StepResult
 
 if TYPE_CHECKING:
@@ -35,8 +36,8 @@ class SchedulerWrapper:
     def abort(self, request_id: RequestId) -> bool:
         return self.wrapped.abort(request_id)
 
-    def plan(self) -> StepPlan | None:
-        return self.wrapped.plan()
+    def plan(self, lookahead: Lookahead | None = None) -> StepPlan | None:
+        return self.wrapped.plan(lookahead)
 
     def commit(self, plan: StepPlan, tokens: SampledTokens) -> StepResult:
         return self.wrapped.commit(plan, tokens)
@@ -155,11 +156,11 @@ class PendingWrapper:
     def __init__(self, step: Pending) -> None:
         self.wrapped = step
 
-    def masks(self, num_rows: int) -> IntArray:
-        return self.wrapped.masks(num_rows)
+    def masks(self, num_masks: int) -> IntArray:
+        return self.wrapped.masks(num_masks)
 
-    def mask(self, rows: IntArray) -> None:
-        self.wrapped.mask(rows)
+    def mask(self, samples: IntArray) -> None:
+        self.wrapped.mask(samples)
 
     def tokens(self) -> SampledTokens:
         return self.wrapped.tokens()

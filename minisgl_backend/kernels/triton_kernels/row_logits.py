@@ -52,10 +52,10 @@ def load_filters(numbers_ptr, row, VOCAB: tl.constexpr):
 
 
 @triton.jit
-def load_adjustment(table, row, position, VOCAB: tl.constexpr):
-    """What ``load_logits`` needs for a row: whether anything changes its logits, whether it has
-    marks, a bias and a mask, pointers to these, the penalties, and the mark that makes a token
-    impossible."""
+def load_adjustment(table, index, row, position, VOCAB: tl.constexpr):
+    """What ``load_logits`` needs for the sample ``index`` of a row: whether anything changes its
+    logits, whether it has marks, a bias and a mask, pointers to these, the penalties, and the mark
+    that makes a token impossible."""
     is_early = position < load_number(table.numbers, row, _STOPS_FROM)
     # as integers: Triton's interpreter cannot combine a comparison of floats with a block
     marked = load_number(table.numbers, row, MARKED).to(tl.int32) > 0
@@ -69,7 +69,7 @@ def load_adjustment(table, row, position, VOCAB: tl.constexpr):
         (
             table.marks + row * VOCAB,
             table.bias + row * VOCAB,
-            table.masks + row * ((VOCAB + _WORD - 1) // _WORD),
+            table.masks + index * ((VOCAB + _WORD - 1) // _WORD),
         ),
         load_number(table.numbers, row, _REPETITION),
         load_number(table.numbers, row, _PRESENCE),
@@ -100,7 +100,7 @@ def load_row(
     position = tl.load(positions_ptr + index)
     temperature = load_number(table.numbers, row, TEMPERATURE)
     best = tl.max(tl.load(scores_ptr + index * SPLITS + tl.arange(0, SPLITS)), axis=0)
-    adjustment = load_adjustment(table, row, position, VOCAB)
+    adjustment = load_adjustment(table, index, row, position, VOCAB)
     return (
         (temperature > 0) & (best < float("inf")) & (best > float("-inf")),
         load_filters(table.numbers, row, VOCAB),

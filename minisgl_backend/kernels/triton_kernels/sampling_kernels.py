@@ -119,7 +119,7 @@ def _best_of_split(
     noisy = (temperature > 0) & (filtered == 0)
     inverse = 1.0 / tl.where(temperature > 0, temperature, 1.0)
     key = noise_key(tl.load(table.seeds + row), position)
-    adjustment = load_adjustment(table, row, position, VOCAB)
+    adjustment = load_adjustment(table, index, row, position, VOCAB)
     row_ptr = logits.start + index * logits.stride - FIRST * PER_SPLIT
     if adjustment[0]:
         score, chosen = _score(
@@ -287,7 +287,7 @@ def _best_of_part(
         split = tl.min(tl.where(bests == best, s, SPLITS), axis=0)
         row_ptr = logits.start + index * logits.stride - FIRST * PER_SPLIT
         key = noise_key(tl.load(table.seeds + row), position)
-        adjustment = load_adjustment(table, row, position, VOCAB)
+        adjustment = load_adjustment(table, index, row, position, VOCAB)
         inverse = 1.0 / tl.where(temperature > 0, temperature, 1.0)
         token = _draw(row_ptr, split, adjustment, inverse, key, VOCAB, PER_SPLIT, False)
     tl.store(out_ptr + index * 2, best)

@@ -73,11 +73,11 @@ class GatedPending:
     inner: Pending
     poisoned: bool
 
-    def masks(self, num_rows: int) -> IntArray:
-        return self.inner.masks(num_rows)
+    def masks(self, num_masks: int) -> IntArray:
+        return self.inner.masks(num_masks)
 
-    def mask(self, rows: IntArray) -> None:
-        self.inner.mask(rows)
+    def mask(self, samples: IntArray) -> None:
+        self.inner.mask(samples)
 
     def tokens(self) -> SampledTokens:
         self.executor.reading.set()

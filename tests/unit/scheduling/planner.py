@@ -35,6 +35,7 @@ def make(
     num_pages: int = 32,
     reserve_tokens: int = 0,
     speculative_tokens: int = 0,
+    speculative_recent_tokens: int = 0,
     section: int | None = None,
     num_snapshots: int | None = None,
 ) -> Scheduler:
@@ -45,6 +46,7 @@ def make(
         max_prefill_tokens=max_prefill_tokens,
         reserve_tokens=reserve_tokens,
         speculative_tokens=speculative_tokens,
+        speculative_recent_tokens=speculative_recent_tokens,
         section=section,
         has_states=num_snapshots is not None,
     )

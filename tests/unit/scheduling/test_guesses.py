@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -20,9 +21,11 @@ from minisgl_backend.request import (
     Request,
     RequestId,
     SamplingParams,
+    TokenId,
     TokenLogprobs,
 )
-from minisgl_backend.scheduling.guesses import Guesser, repeated
+from minisgl_backend.scheduling.guesses import Guesser
+from minisgl_backend.scheduling.lookup import RecentAnswers
 from minisgl_backend.scheduling.running import RunningRows
 from minisgl_backend.scheduling.scheduler import Scheduler
 from minisgl_backend.scheduling.sequence import Sequence
@@ -77,10 +80,12 @@ def guessed(plan: StepPlan) -> dict[int, tuple[int, list[int]]]:
 
 
 def told(plan: StepPlan) -> list[tuple[int, int, int]]:
-    """The rows, positions and tokens of the plan's last tokens."""
-    last = plan.last_tokens
-    lines = zip(last.rows.tolist(), last.positions.tolist(), last.tokens.tolist(), strict=True)
-    return list(lines)
+    """The rows that the plan tells their last tokens, with positions and tokens."""
+    decodes = plan.decodes
+    if not len(decodes.told):
+        return []
+    lines = np.stack([decodes.rows, decodes.positions, decodes.told], axis=1).tolist()
+    return [(row, position, token) for row, position, token in lines if token != NO_TOKEN]
 
 
 def decoded(plan: StepPlan) -> list[tuple[int, int]]:
@@ -93,29 +98,6 @@ def counted(scheduler: Scheduler) -> tuple[int, int, int]:
     """How often guesses were checked, their number, and that of the right ones."""
     stats = scheduler.stats()
     return stats.num_checks, stats.num_guesses, stats.num_right_guesses
-
-
-@pytest.mark.parametrize(
-    ("tokens", "most", "expected"),
-    [
-        ((1, 2, 3, 9, 8, 1, 2, 3), 2, [9, 8]),
-        ((1, 2, 3, 9, 8, 1, 2, 3), 1, [9]),
-        ((1, 2, 3, 7, 1, 2, 3, 8, 1, 2, 3), 1, [8]),
-        ((5, 1, 2, 3, 1, 2, 3), 8, [1, 2, 3, 1, 2, 3, 1, 2]),
-        ((1, 2, 3, 9, 1, 2, 3), 7, [9, 1, 2, 3, 9, 1, 2]),
-        ((4, 4, 4, 4), 3, [4, 4, 4]),
-        ((4, 4, 4), 3, []),
-        ((3,), 3, []),
-        ((1, 2, 3, 4, 5, 6), 3, []),
-        ((9, 2, 3, 7, 1, 2, 3), 3, []),
-        ((1, 9, 3, 7, 1, 2, 3), 3, []),
-        ((2, 3, 7, 1, 2, 3), 3, []),
-    ],
-)
-def test_what_followed_the_last_tokens_before(
-    tokens: tuple[int, ...], most: int, expected: list[int]
-) -> None:
-    assert repeated(ints(*tokens), most).tolist() == expected
 
 
 def rows_of(*sampling: SamplingParams) -> RunningRows:
@@ -136,7 +118,8 @@ def say(rows: RunningRows) -> None:
 
 def begun(rows: RunningRows, *, most_tokens: int = 8, max_rows: int = 8) -> Guesser:
     """With the columns of ``rows`` in the order of their sequences."""
-    guesses = Guesser(rows, most_tokens=most_tokens, max_rows=max_rows)
+    recent = RecentAnswers(100)
+    guesses = Guesser(rows, recent, most_tokens=most_tokens, max_rows=max_rows)
     for row in range(len(rows.sequences)):
         guesses.begin(row)
     return guesses
@@ -144,10 +127,31 @@ def begun(rows: RunningRows, *, most_tokens: int = 8, max_rows: int = 8) -> Gues
 
 def counts(guesses: Guesser, *rows: int) -> dict[int, int]:
     """How many guesses each row has."""
-    return {row: len(found) for row, found in guesses.of_rows(ints(*rows)).items()}
+    return counts_of(guesses.of_rows(ints(*rows)))
+
+
+def counts_of(found: dict[int, IntArray]) -> dict[int, int]:
+    return {row: len(guesses) for row, guesses in found.items()}
 
 
 LONG = SamplingParams(max_tokens=500)
+SEVENS = replace(LONG, grammar=Grammar(GrammarKind.REGEX, "7*"))
+
+
+@dataclass
+class Told:
+    """A ``Lookahead`` that was told what to say."""
+
+    forced_by: dict[int, Seq[TokenId]] = field(default_factory=dict)
+    most_allowed: int = 100
+    asked: list[list[TokenId]] = field(default_factory=list)
+
+    def forced(self, request_id: RequestId) -> Seq[TokenId]:
+        return self.forced_by.get(request_id, ())
+
+    def allowed(self, request_id: RequestId, guesses: Seq[TokenId]) -> int:
+        self.asked.append(list(guesses))
+        return min(len(guesses), self.most_allowed)
 
 
 def test_wrong_guesses_make_fewer_and_right_ones_all() -> None:
@@ -162,7 +166,7 @@ def test_a_row_whose_guesses_were_all_wrong_pauses_and_then_tries_one() -> None:
     rows = rows_of(LONG)
     guesses = begun(rows)
     guesses.judge(0, 8, 0)
-    for _ in range(16):
+    for _ in range(4):
         assert counts(guesses, 0) == {}
         say(rows)
     assert counts(guesses, 0) == {0: 1}
@@ -195,6 +199,51 @@ def test_nothing_is_guessed_while_many_rows_decode() -> None:
 def test_nothing_is_guessed_if_a_token_depends_on_all_before_it(depends: dict[str, Any]) -> None:
     guesses = begun(rows_of(replace(LONG, **depends), LONG))
     assert counts(guesses, 0, 1) == {1: 8}
+
+
+def test_forced_tokens_come_before_those_that_are_looked_up() -> None:
+    """What is looked up follows the forced ones: 7, 7, 7, if these end with that."""
+    guesses = begun(rows_of(SEVENS, LONG), most_tokens=5)
+    for forced, expected in (
+        ((), [7] * 5),
+        ((7, 7), [7] * 5),
+        ((7, 8), [7, 8]),
+        ((1, 2, 3, 4, 5, 6), [1, 2, 3, 4, 5]),
+    ):
+        told = Told({0: forced})
+        found = guesses.of_rows(ints(0, 1), told)
+        assert {row: each.tolist() for row, each in found.items()} == {0: expected, 1: [7] * 5}
+        assert told.asked == [expected]
+
+
+def test_only_what_a_grammar_allows_is_guessed() -> None:
+    guesses = begun(rows_of(SEVENS))
+    assert guesses.of_rows(ints(0), Told(most_allowed=3))[0].tolist() == [7] * 3
+
+
+def test_a_row_looks_nothing_up_for_a_while_after_guesses_that_were_not_allowed() -> None:
+    """Forced tokens are guessed meanwhile."""
+    rows = rows_of(SEVENS)
+    guesses, told = begun(rows), Told({0: (8, 9)})
+    assert not guesses.of_rows(ints(0), Told(most_allowed=0))
+    for _ in range(4):
+        assert not guesses.of_rows(ints(0), Told())
+        assert guesses.of_rows(ints(0), told)[0].tolist() == [8, 9]
+        say(rows)
+    assert guesses.of_rows(ints(0), Told())[0].tolist() == [7]
+
+
+def test_forced_tokens_are_no_guesses_in_rows_with_penalties() -> None:
+    guesses = begun(rows_of(replace(SEVENS, presence_penalty=0.5)))
+    assert not guesses.of_rows(ints(0), Told({0: (7, 7)}))
+
+
+def test_the_last_token_that_a_row_may_have_is_not_forced() -> None:
+    rows = rows_of(replace(SEVENS, max_tokens=4))
+    guesses, told = begun(rows), Told({0: (8, 8, 8, 8, 8)})
+    for count in (3, 2, 1, None):
+        assert counts_of(guesses.of_rows(ints(0), told)) == ({} if count is None else {0: count})
+        say(rows)
 
 
 def test_the_last_token_that_a_row_may_have_is_not_guessed() -> None:
@@ -314,6 +363,30 @@ def test_a_row_with_something_to_guess_waits_for_its_last_token() -> None:
     assert scheduler.plan() is None
     commit(scheduler, first, 4)
     assert guessed(planned(scheduler)) == {0: (8, [4, 5, 1, 2, 3])}
+
+
+def test_a_row_with_forced_tokens_waits_for_its_last_token() -> None:
+    """What is allowed is asked only then."""
+    scheduler = make(speculative_tokens=4)
+    scheduler.add(replace(request(0, 4, 20), sampling=SEVENS))
+    told = Told({0: (8, 9)})
+    first = planned(scheduler)
+    assert scheduler.plan(told) is None and not told.asked
+    commit(scheduler, first, 8)
+    told.forced_by = {0: (9, 10)}
+    plan = scheduler.plan(told)
+    assert plan is not None and guessed(plan) == {0: (4, [8, 9, 10])}
+    assert plan.masked_rows.tolist() == [0] and plan.sample_rows.tolist() == [0] * 3
+    result = commit(scheduler, plan, (9, 10, 11))
+    assert result.token_ids.tolist() == [9, 10, 11]
+    assert counted(scheduler) == (1, 2, 2)
+
+
+def test_a_row_with_a_grammar_overlaps_while_there_is_nothing_to_guess() -> None:
+    scheduler = make(speculative_tokens=4)
+    scheduler.add(replace(request(0, 8), sampling=SEVENS))
+    plans = [scheduler.plan(Told()) for _ in range(3)]
+    assert [plan and decoded(plan) for plan in plans] == [[], [(0, 8)], [(0, 9)]]
 
 
 def test_other_rows_overlap_as_ever() -> None:
@@ -515,6 +588,26 @@ def test_each_token_has_its_logprobs() -> None:
     found = {pair: result.logprobs[index].logprob for index, pair in enumerate(pairs)}
     assert found == {(0, 4): 0, (0, 5): -1, (0, 9): -2, (1, 77): -5}
     assert len(result.logprobs) == 4
+
+
+def test_answers_that_ended_are_looked_into_by_requests_that_share_their_prefixes() -> None:
+    scheduler = make(speculative_tokens=4, speculative_recent_tokens=50)
+    answer = (41, 42, 43, 44, 45, 46)
+
+    def guessed_after(number: int, cache_salt: str = "") -> list[list[int]]:
+        """What is guessed while this request gets ``answer``."""
+        one = replace(request(number, 4, len(answer)), cache_salt=cache_salt)
+        scheduler.add(one)
+        found = []
+        while (plan := scheduler.plan()) is not None:
+            found += [tokens for _, tokens in guessed(plan).values()]
+            commit(scheduler, plan, [answer[at - 4] for at in plan.sample_positions.tolist()])
+        return found
+
+    assert guessed_after(0) == []
+    assert guessed_after(1) == [[43, 44, 45]]
+    assert guessed_after(2, "other") == []
+    assert guessed_after(3, "other") == [[43, 44, 45]]
 
 
 # --- rows with recurrent states, which stop before guesses ---------------------------------------

@@ -13,6 +13,7 @@ from minisgl_backend.plan import StepPlan
 from minisgl_backend.request import Adapter, AdapterFacts, Request, RequestId, SamplingParams
 from minisgl_backend.scheduling import waiting
 from minisgl_backend.scheduling.adapter_places import MOST_LOADED_BYTES, AdapterPlaces
+from minisgl_backend.scheduling.lookahead import Lookahead
 from minisgl_backend.scheduling.scheduler import Scheduler
 from minisgl_backend.scheduling.sequence import Sequence
 from minisgl_backend.scheduling.waiting import MOST_PAST_SLOTS
@@ -46,8 +47,8 @@ class AdaptedHarness(Harness):
         self.num_loads = 0
         make_plan = self.scheduler.plan
 
-        def watched() -> StepPlan | None:
-            plan = make_plan()
+        def watched(lookahead: Lookahead | None = None) -> StepPlan | None:
+            plan = make_plan(lookahead)
             if plan is not None:
                 self.follow(plan)
             return plan

@@ -13,6 +13,7 @@ import pytest
 
 from minisgl_backend.plan import WHOLE_EVERY, StepPlan
 from minisgl_backend.request import Request, RequestId, SamplingParams
+from minisgl_backend.scheduling.lookahead import Lookahead
 from tests.fakes.executor import Model, tokens_of
 from tests.fakes.harness import Harness, Setup, next_turn
 
@@ -41,8 +42,8 @@ def plans_of(harness: Harness) -> list[StepPlan]:
     found: list[StepPlan] = []
     plan_step = harness.scheduler.plan
 
-    def watched() -> StepPlan | None:
-        plan = plan_step()
+    def watched(lookahead: Lookahead | None = None) -> StepPlan | None:
+        plan = plan_step(lookahead)
         if plan is not None:
             found.append(plan)
         return plan

@@ -19,7 +19,11 @@ from minisgl_backend.device.cuda import CudaDevice
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.execution.adapters import AdapterStore
 from minisgl_backend.execution.executor import ModelExecutor
-from minisgl_backend.execution.graph_sizes import graph_sizes, max_captured_batch_size
+from minisgl_backend.execution.graph_sizes import (
+    graph_sizes,
+    max_captured_batch_size,
+    most_decode_rows,
+)
 from minisgl_backend.execution.prompt_logprobs import rows_at_once
 from minisgl_backend.execution.ranks import RankExecutor
 from minisgl_backend.execution.stages import ExecutorLimits
@@ -231,7 +235,7 @@ def _attention(facts: Resolved, max_captured_batch_size: int) -> PagedAttention:
             max_sequence_length=facts.context,
             dtype=facts.dtype,
             kv_dtype=facts.kv_dtype,
-            max_batch_size=options.max_running_requests,
+            max_batch_size=most_decode_rows(options),
             max_captured_batch_size=max_captured_batch_size,
             device=facts.device.torch_device,
             grouped=wanted is not False

@@ -62,6 +62,7 @@ def build_scheduler(
         num_adapter_slots=options.max_loras if options.enable_lora else 0,
         speculative_tokens=options.speculative_tokens,
         speculative_max_requests=options.speculative_max_requests,
+        speculative_recent_tokens=options.speculative_recent_tokens,
     )
     return parts.scheduler(cache, config)
 

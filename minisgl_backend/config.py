@@ -149,6 +149,13 @@ class EngineOptions:
     speculative_max_requests: int = option(
         8, "nothing is guessed while more requests than this decode", minimum=1, maximum=4096
     )
+    speculative_recent_tokens: int = option(
+        65536,
+        "tokens of ended answers in which guesses are looked for, too, by requests that share "
+        "cached prefixes with them; 0: none",
+        minimum=0,
+        maximum=2**24,
+    )
 
     attention_backend: str | None = option(
         None,

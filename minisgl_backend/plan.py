@@ -3,7 +3,7 @@
 A ``StepPlan`` says what one forward pass does: which requests take a row, which pages the rows are
 granted, which prompt tokens are prefilled, and which rows decode. With overlap a plan is made
 before the tokens of the running step are known. So the tokens in a plan are committed ones or
-guesses, and the executor itself keeps the last sampled token of each row, but of rows with guesses.
+guesses, and the executor itself keeps the last sampled token of each row, unless it had guesses.
 
 Must not know tensors, devices, caches or queues. A plan consists of plain numbers, so the other
 tensor-parallel ranks get the very same plan, encoded as 32-bit words.
@@ -141,7 +141,8 @@ class PromptChunks:
     of the chunk's last positions after which a token is sampled: 0 for a part of a prompt, 1 for a
     chunk that ends with the row's last known token. A chunk may also consist of that token and
     guesses at those after it (``scheduling.guesses``). Then a token is sampled after each position,
-    and the row does not keep any of them: the next plan that decodes it tells its last token.
+    and the executor does not know which of them is the row's last: the next plan that decodes the
+    row tells it.
     """
 
     rows: IntArray = field(default_factory=_none)
@@ -199,20 +200,13 @@ class Decodes:
     at that position, and samples the next one.
 
     Rows are sorted by adapter slot, then by row: kernels are fastest with adapters in runs.
+    ``told`` are the last tokens of rows whose guesses were checked before, which the executor does
+    not know, and ``NO_TOKEN`` for others. It is empty if there are no such rows.
     """
 
     rows: IntArray = field(default_factory=_none)
     positions: IntArray = field(default_factory=_none)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LastTokens:
-    """The last tokens of decoding rows whose guesses were checked before, int32[num_told]: the
-    executor has not kept them. ``positions`` are those in ``Decodes``."""
-
-    rows: IntArray = field(default_factory=_none)
-    positions: IntArray = field(default_factory=_none)
-    tokens: IntArray = field(default_factory=_none)
+    told: IntArray = field(default_factory=_none)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -300,7 +294,6 @@ class StepPlan:
     broken_window_pages: IntArray = field(default_factory=_none)
     adapters: AdapterMoves = field(default_factory=AdapterMoves)
     copies: Copies = field(default_factory=Copies)
-    last_tokens: LastTokens = field(default_factory=LastTokens)
     admissions: tuple[Admission, ...] = ()
     grants: Grants = field(default_factory=Grants)
     window_grants: Grants = field(default_factory=Grants)
@@ -348,7 +341,6 @@ _PARTS: Final[Mapping[str, type[Any]]] = {
     "window_grants": Grants,
     "snapshots": Snapshots,
     "chunks": PromptChunks,
-    "last_tokens": LastTokens,
     "decodes": Decodes,
     "groups": Groups,
     "scores": Scores,

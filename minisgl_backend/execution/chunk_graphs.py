@@ -29,10 +29,7 @@ from minisgl_backend.execution.capture import Captured, capture
 from minisgl_backend.execution.flat_batch import FlatBatch
 from minisgl_backend.plan import Decodes, Groups
 from minisgl_backend.progress import Progress
-from minisgl_backend.request import EMPTY, IntArray
-
-LAST_TOKEN: Final = -1
-"""Stands for the token that the row sampled last, which only the device knows."""
+from minisgl_backend.request import IntArray
 
 _TOKENS_PER_CHUNK: Final = 16
 """A graph has room for one chunk per 16 tokens; a step with more chunks needs a larger graph."""
@@ -84,12 +81,11 @@ def max_chunks(num_tokens: int, max_rows: int) -> int:
     return min(-(-num_tokens // _TOKENS_PER_CHUNK), max_rows)
 
 
-def fill(num_tokens: int, max_rows: int, batch: FlatBatch, prefill_tokens: IntArray) -> IntArray:
+def fill(num_tokens: int, max_rows: int, batch: FlatBatch) -> IntArray:
     """The content of a ``ChunkInputs`` for ``batch``; the dummy row is row ``max_rows``."""
     num_decodes, end = batch.num_decodes, len(batch.rows)
-    last = np.full(num_decodes, LAST_TOKEN, np.int32)
     parts = (  # padding and values, in the order of the fields
-        (0, np.concatenate([last, prefill_tokens])),
+        (0, batch.tokens),
         (max_rows, batch.rows),
         (0, batch.positions),
         (max_rows, batch.chunk_rows),
@@ -148,7 +144,7 @@ class ChunkGraphs:
                 what,
                 sizes,
                 lambda size: layers(ChunkInputs.of(self._buffer, size, max_rows), grouped),
-                prepare=lambda size: self._write(size, FlatBatch.of_decodes(Decodes()), EMPTY),
+                prepare=lambda size: self._write(size, FlatBatch.of_decodes(Decodes())),
                 option="cuda_graph_max_tokens",
                 progress=progress,
             )
@@ -170,10 +166,10 @@ class ChunkGraphs:
         sizes = fitting(self._sizes, batch)
         return next((size for size in sizes if self._fits(batch, size)), None)
 
-    def replay(self, size: int, batch: FlatBatch, prefill_tokens: IntArray) -> Tensor:
+    def replay(self, size: int, batch: FlatBatch) -> Tensor:
         """Enqueue the layers of a step that fits ``size``. Returns the residual stream after them,
         [num_tokens, hidden_size] followed by padding, which the next replay overwrites."""
-        self._write(size, batch, prefill_tokens)
+        self._write(size, batch)
         may_group = True in self._graphs and size in self._graphs[True].graphs
         is_grouped = may_group and self._take_groups(batch.groups)
         graph = self._graphs[is_grouped].graphs[size]
@@ -185,7 +181,7 @@ class ChunkGraphs:
         for captured in self._graphs.values():
             captured.graphs.clear()
 
-    def _write(self, size: int, batch: FlatBatch, prefill_tokens: IntArray) -> None:
-        content = fill(size, self._max_rows, batch, prefill_tokens)
+    def _write(self, size: int, batch: FlatBatch) -> None:
+        content = fill(size, self._max_rows, batch)
         self._device.overwrite(self._buffer[: len(content)], content)
         self._take(batch, size)

@@ -2,10 +2,11 @@
 
 A graph is for one batch size. It looks up the rows, runs the layers, samples, and writes tokens and
 lengths back (``kernels.rows``). Between two replays the host writes the step's inputs, but only if
-rows changed or pages were granted. For steps that wait for masks there are two more graphs of each
-size, one up to the logits and one for the rest. If the attention kernels can read the pages that
-rows share only once, there is one more graph of each larger size, for steps in which that pays
-(``attention.base.GroupedDecode``); steps that wait for masks do not use it.
+rows changed, pages were granted, or the step is told tokens. For steps that wait for masks there
+are two more graphs of each size, one up to the logits and one for the rest. If the attention
+kernels can read the pages that rows share only once, there is one more graph of each larger size,
+for steps in which that pays (``attention.base.GroupedDecode``); steps that wait for masks do not
+use it.
 
 With several ranks, all steps are in two parts. The second part depends on whether it takes the
 logits of all ranks (``sampling``).
@@ -30,7 +31,7 @@ from minisgl_backend.device.base import Device
 from minisgl_backend.execution.capture import Captured, capture
 from minisgl_backend.execution.sampling import StepLogits, StepOutput
 from minisgl_backend.kernels.rows import RowTable, StepInputs
-from minisgl_backend.plan import NO_GROUPS, Decodes, Groups
+from minisgl_backend.plan import NO_GROUPS, NO_TOKEN, Decodes, Groups
 from minisgl_backend.progress import Progress
 from minisgl_backend.request import EMPTY, IntArray
 
@@ -151,9 +152,10 @@ class DecodeGraphs:
         # a growing row is granted a page, and a window page in place of one that it has passed
         of_row = 1 if table.window_pages is None else 3
         self._inputs = StepInputs.empty(most, of_row * most, device.torch_device)
-        self._inputs.rows.fill_(table.dummy_row)
-        self._rows: IntArray = np.full(most, table.dummy_row, np.int32)
-        """The rows that are in ``_inputs`` on the device."""
+        self._inputs.lines[0] = table.dummy_row
+        self._lines: IntArray = np.zeros((3, most), np.int32)
+        """``lines`` of ``_inputs``, as they are on the device."""
+        self._lines[0], self._lines[1] = table.dummy_row, NO_TOKEN
         self._schedule = schedule
         self._take_groups = take_groups or (lambda groups: False)
         self._take_rows = take_rows
@@ -234,19 +236,15 @@ class DecodeGraphs:
         rows = decodes.rows
         num_rows, num_grants = len(rows), grants.shape[1]
         size = self._sizes[bisect.bisect_left(self._sizes, num_rows)]
-        known = self._rows[:size]
-        changed = not (
-            np.array_equal(known[:num_rows], rows)
-            and (known[num_rows:] == self._table.dummy_row).all()
-        )
-        if changed or num_grants:
-            known[:num_rows] = rows
-            known[num_rows:] = self._table.dummy_row
-            most = self._inputs.max_batch
-            content = np.empty(1 + most + 3 * num_grants, np.int32)
-            content[0] = num_grants
-            content[1 : 1 + most] = self._rows
-            content[1 + most :] = grants.T.reshape(-1)
+        known, lines = self._lines[:, :size], np.zeros((3, size), np.int32)
+        lines[0, :num_rows], lines[0, num_rows:] = rows, self._table.dummy_row
+        lines[1] = NO_TOKEN
+        if len(decodes.told):
+            lines[1:, :num_rows] = decodes.told, decodes.positions
+        if num_grants or not np.array_equal(known, lines):
+            known[:] = lines
+            parts = [num_grants], self._lines.ravel(), grants.T.ravel()
+            content = np.concatenate(parts, dtype=np.int32)
             self._device.overwrite(self._inputs.buffer[: len(content)], content)
         if self._schedule is not None:
             lengths = np.ones(size, np.int32)

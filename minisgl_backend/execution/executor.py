@@ -2,8 +2,9 @@
 
 All state that outlives a step is on the device, by row or page (``rows``, ``storage``), so a step
 is queued without knowing the tokens of the previous one. Everything runs in the order of the
-device's queue. If the device has graphs, decode steps are captured as a whole. Of other steps, up
-to a certain number of tokens, only the layers are captured.
+device's queue. If the device has graphs, decode steps are captured as a whole, and steps that check
+guesses run as such if they can (``checks``). Of other steps, up to a certain number of tokens, only
+the layers are captured.
 
 Must not know waiting requests, the cache, or why rows and pages are granted.
 """
@@ -22,6 +23,7 @@ from minisgl_backend.attention.base import PagedAttention
 from minisgl_backend.device.base import Device, HostArray, Submission
 from minisgl_backend.errors import InvariantError
 from minisgl_backend.execution.adapters import AdapterStore, RowAdapters
+from minisgl_backend.execution.checks import as_decodes
 from minisgl_backend.execution.embeddings import Embeddings
 from minisgl_backend.execution.flat_batch import FlatBatch
 from minisgl_backend.execution.launched import HostOutput, LaunchedStep, MaskedStep
@@ -34,7 +36,7 @@ from minisgl_backend.execution.storage import KVStorage
 from minisgl_backend.execution.warm_up import WarmUp
 from minisgl_backend.models.adapter_slots import AdapterSlots
 from minisgl_backend.models.decoder import Decoder
-from minisgl_backend.plan import Copies, Draws, Pending, StepPlan
+from minisgl_backend.plan import NO_GROUPS, Copies, Decodes, Draws, Groups, Pending, StepPlan
 from minisgl_backend.progress import Progress, unseen
 from minisgl_backend.request import IntArray
 
@@ -156,28 +158,35 @@ class ModelExecutor:
         stages = self.stages
         self._write(plan, loaded)
         grants = stages.rows.lines_of(plan.grants, plan.window_grants)
-        num_decodes = len(plan.decodes.rows)
         all_logits = stages.sampler.need_all_logits(plan.sample_rows)
-        is_decode = num_decodes > 0 and not len(plan.chunks.rows)
-        graphs = self._graphs_for(plan.decodes.rows).decode
-        if is_decode and graphs and graphs.fits(num_decodes):
+        decodes, groups = self._decode_step(plan)
+        graphs = self._graphs_for(decodes.rows).decode
+        if len(decodes.rows) and graphs and graphs.fits(len(decodes.rows)):
             if grants.shape[1] > graphs.max_grants:
                 stages.rows.grant(grants)
                 grants = grants[:, :0]
             if len(plan.masked_rows):
-                return partial(self._finish, plan, graphs.begin(plan.decodes, grants))
-            groups = plan.groups_by_index
-            replay = partial(graphs.replay, plan.decodes, grants, groups, all_logits=all_logits)
+                return partial(self._finish, plan, graphs.begin(decodes, grants))
+            replay = partial(graphs.replay, decodes, grants, groups, all_logits=all_logits)
             return partial(self._finish, plan, replay)
         stages.rows.grant(grants)
         batch = FlatBatch.of(plan)
-        hidden = self._layers(batch, plan.chunks.tokens)
+        hidden = self._layers(batch)
         sample = partial(stages.sample, stages.logits_of(batch, hidden), all_logits=all_logits)
         embedded = stages.embedder.embedded(hidden, batch)
         if not len(plan.scores.chunks):
             return partial(self._finish, plan, sample, embedded=embedded)
         score = partial(stages.scorer.scored, hidden, plan.scores, plan.chunks, batch.chunk_offsets)
         return partial(self._finish, plan, sample, score, embedded)
+
+    def _decode_step(self, plan: StepPlan) -> tuple[Decodes, Groups]:
+        """What the step decodes if it has no chunks, or none but guesses that can be computed as
+        decoding rows; nothing if it has others."""
+        if not len(plan.chunks.rows):
+            return plan.decodes, plan.groups_by_index
+        if self._states is not None:  # which go from one guess of a row to the next
+            return Decodes(), NO_GROUPS
+        return as_decodes(plan, self._storage.page_size)
 
     def _write(self, plan: StepPlan, loaded: list[Tensor]) -> None:
         """Queue everything that a plan does before anything is computed, except grants."""
@@ -191,8 +200,6 @@ class ModelExecutor:
         if len(plan.copies.sources):
             slots = _copied_slots(plan.copies, self._storage.page_size)
             self._storage.copy(*self.device.upload(slots))
-        if len(plan.last_tokens.rows):
-            self.stages.rows.tell(plan.last_tokens)
         if self._states is not None and len(plan.snapshots.kept_rows):
             self._states.keep(plan.snapshots.kept_rows, plan.snapshots.kept)
         if plan.admissions:
@@ -225,7 +232,7 @@ class ModelExecutor:
         are_adapted = self._adapters is not None and self._adapters.have_any(rows)
         return self.adapter_graphs if are_adapted else self.graphs
 
-    def _layers(self, batch: FlatBatch, prefill_tokens: IntArray) -> Tensor:
+    def _layers(self, batch: FlatBatch) -> Tensor:
         """The residual stream after the layers, [num_tokens, hidden_size]; rows of padding may
         follow."""
         if self._states is not None:
@@ -233,8 +240,8 @@ class ModelExecutor:
         graphs = self._graphs_for(batch.rows).chunk
         size = None if graphs is None else graphs.size_for(batch)
         if graphs is not None and size is not None:
-            return graphs.replay(size, batch, prefill_tokens)
-        return self.stages.forward.over_batch(batch, prefill_tokens)
+            return graphs.replay(size, batch)
+        return self.stages.forward.over_batch(batch)
 
     def _compile_and_capture(self, progress: Progress) -> None:
         """Compile the kernels of steps of all kinds, check that the largest step fits, and capture

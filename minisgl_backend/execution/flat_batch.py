@@ -6,12 +6,16 @@ All arrays are on the host. Must not know pages: the page table is on the device
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Final
 
 import numpy as np
 
 from minisgl_backend.device.base import HostArray
-from minisgl_backend.plan import NO_GROUPS, Decodes, Groups, Snapshots, StepPlan
+from minisgl_backend.plan import NO_GROUPS, NO_TOKEN, Decodes, Groups, Snapshots, StepPlan
 from minisgl_backend.request import EMPTY, IntArray
+
+LAST_TOKEN: Final = NO_TOKEN
+"""Stands for the token that the row sampled last, which only the device knows."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -23,25 +27,25 @@ class FlatBatch:
         in its row     position                 ends[0] - length  ends[1] - length
 
     int64[num_tokens]: ``rows``, ``positions``.
+    int32[num_tokens]: ``tokens``, each a token id or ``LAST_TOKEN``.
     int32[num_chunks]: ``chunk_rows``; ``chunk_ends``, the position after each chunk's last one.
     int32[num_chunks + 1]: ``chunk_offsets``, the flat index of each chunk's first token, and then
     the number of tokens.
     int64[num_samples]: ``sample_indices``, the flat indices of the tokens after which a token is
     sampled, with their ``sample_rows``; ``sample_positions``, the positions of the new tokens.
-    Here chunks come first, as in ``StepPlan.sample_rows``. ``are_kept``, bool[num_samples]: whether
-    the row keeps the new token, which is not so in chunks with guesses.
+    Here chunks come first, as in ``StepPlan.sample_rows``.
     ``groups``, ``snapshots``: the plan's; members of groups are flat indices.
     """
 
     rows: HostArray
     positions: HostArray
+    tokens: IntArray
     chunk_rows: IntArray
     chunk_offsets: IntArray
     chunk_ends: IntArray
     sample_indices: HostArray
     sample_rows: HostArray
     sample_positions: HostArray
-    are_kept: HostArray
     groups: Groups = NO_GROUPS
     snapshots: Snapshots = field(default_factory=Snapshots)
 
@@ -60,15 +64,13 @@ class FlatBatch:
         return cls(
             rows=np.concatenate([decodes.rows, np.repeat(chunks.rows, lengths)], dtype=int),
             positions=np.concatenate([decodes.positions, chunked], dtype=int),
+            tokens=np.concatenate([_tokens(decodes), chunks.tokens]),
             chunk_rows=chunks.rows,
             chunk_offsets=offsets.astype(np.int32),
             chunk_ends=chunks.ends,
             sample_indices=np.concatenate([sampled, decoding], dtype=int),
             sample_rows=plan.sample_rows.astype(np.int64),
             sample_positions=plan.sample_positions.astype(np.int64),
-            are_kept=np.concatenate(
-                [~np.repeat(chunks.have_guesses, counts), np.ones(len(decoding), bool)]
-            ),
             groups=groups,
             snapshots=plan.snapshots,
         )
@@ -78,10 +80,15 @@ class FlatBatch:
         """A step with only these decoding rows; there may be none."""
         rows, positions = decodes.rows.astype(np.int64), decodes.positions.astype(np.int64)
         offsets, samples = np.array([len(rows)], np.int32), np.arange(len(rows))
-        are_kept = np.ones(len(rows), bool)
-        return cls(rows, positions, EMPTY, offsets, EMPTY, samples, rows, positions + 1, are_kept)
+        tokens = _tokens(decodes)
+        return cls(rows, positions, tokens, EMPTY, offsets, EMPTY, samples, rows, positions + 1)
 
     @property
     def num_decodes(self) -> int:
         """Number of decoding rows, whose tokens come first."""
         return int(self.chunk_offsets[0])
+
+
+def _tokens(decodes: Decodes) -> IntArray:
+    """The tokens of decoding rows, int32[num_decodes]."""
+    return decodes.told if len(decodes.told) else np.full(len(decodes.rows), LAST_TOKEN, np.int32)

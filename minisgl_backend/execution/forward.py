@@ -16,8 +16,8 @@ from torch import Tensor
 from minisgl_backend.attention.base import Chunks, DecodeRows, PagedAttention
 from minisgl_backend.device.base import Device
 from minisgl_backend.execution.adapters import RowAdapters
-from minisgl_backend.execution.chunk_graphs import LAST_TOKEN, ChunkInputs
-from minisgl_backend.execution.flat_batch import FlatBatch
+from minisgl_backend.execution.chunk_graphs import ChunkInputs
+from minisgl_backend.execution.flat_batch import LAST_TOKEN, FlatBatch
 from minisgl_backend.execution.rows import DeviceRows
 from minisgl_backend.execution.states import StateStorage
 from minisgl_backend.kernels.adapters import AdaptedTokens
@@ -25,7 +25,6 @@ from minisgl_backend.kernels.delta_runs import Runs
 from minisgl_backend.kernels.rows import DecodeInputs
 from minisgl_backend.models.decoder import Decoder
 from minisgl_backend.models.token_mixing import RecurrentRows
-from minisgl_backend.request import IntArray
 
 
 class ForwardPass:
@@ -50,7 +49,7 @@ class ForwardPass:
         # PyTorch's operations take 64-bit indices, GPU kernels take 32-bit ones
         self._index_dtype = np.int64 if device.is_host else np.int32
 
-    def over_batch(self, batch: FlatBatch, prefill_tokens: IntArray) -> Tensor:
+    def over_batch(self, batch: FlatBatch) -> Tensor:
         """The residual stream after the layers, [num_tokens, hidden_size]."""
         upload, rows, num_decodes = self._device.upload, self._rows, batch.num_decodes
         numbers = [batch.rows, batch.positions, *np.divmod(batch.positions, rows.page_size)]
@@ -58,10 +57,9 @@ class ForwardPass:
         token_rows, positions, indices, offsets = upload(np.array(numbers, self._index_dtype))
         slots = rows.slots(token_rows, indices, offsets)  # [num_tokens]
         window_slots = rows.window_slots(token_rows, indices, offsets)
-        tokens = rows.table.tokens.index_select(0, token_rows[:num_decodes])  # int32 [num_decodes]
+        tokens = upload(batch.tokens)  # int32 [num_tokens]
         chunks = decodes = None
         if len(batch.chunk_rows):
-            tokens = torch.cat([tokens, upload(prefill_tokens)])  # int32 [num_tokens]
             chunks = Chunks(
                 rows=upload(batch.chunk_rows),
                 offsets=upload(batch.chunk_offsets),
@@ -74,6 +72,9 @@ class ForwardPass:
                 host_ends=batch.chunk_ends,
             )
         if num_decodes:
+            known = rows.table.tokens.index_select(0, token_rows[:num_decodes])
+            given = tokens[:num_decodes]
+            torch.where(given == LAST_TOKEN, known, given, out=given)
             lengths = (batch.positions[:num_decodes] + 1).astype(np.int32)
             decodes = DecodeRows(
                 rows=upload(batch.rows[:num_decodes].astype(np.int32)),

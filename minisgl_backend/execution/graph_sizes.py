@@ -25,12 +25,18 @@ prompts up to this many tokens or, if that allows more, up to this many multipli
 to launch its kernels (about a millisecond)."""
 
 
+def most_decode_rows(options: EngineOptions) -> int:
+    """The most rows of a decode step. A guess counts as one, too (``execution.checks``)."""
+    num_guessing = min(options.speculative_max_requests, options.max_running_requests)
+    return max(options.max_running_requests, num_guessing * (1 + options.speculative_tokens))
+
+
 def max_captured_batch_size(options: EngineOptions, weights_per_layer: int) -> int:
     """The largest decode step to capture on a GPU; for ``weights_per_layer`` see ``Resolved``."""
     most = options.cuda_graph_max_batch_size
     if most is None:
         most = max(_CAPTURED_ROWS, _CAPTURED_MULTIPLICATIONS // weights_per_layer)
-    return min(most, options.max_running_requests)
+    return min(most, most_decode_rows(options))
 
 
 def graph_sizes(

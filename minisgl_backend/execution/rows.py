@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from minisgl_backend.device.base import Device, HostArray
-from minisgl_backend.kernels.rows import RowTable, keep_sampled
+from minisgl_backend.kernels.rows import RowTable
 from minisgl_backend.kernels.sampling_table import COLUMNS, IN_PROMPT, IS_STOP, ONCE
-from minisgl_backend.plan import NO_PAGE, Admission, Grants, LastTokens
+from minisgl_backend.plan import NO_PAGE, Admission, Grants
 from minisgl_backend.request import FloatArray, IntArray, SamplingParams
 
 _LEAST_FACTOR: Final = 1e-30
@@ -87,11 +87,6 @@ class DeviceRows:
             begin, end = end, end + part.size
             to_tokens, bits = buffer[begin:end].view(part.shape)
             line.zero_()[to_tokens] = bits.int().view(line.dtype)
-
-    def tell(self, last: LastTokens) -> None:
-        """Let rows have these last tokens, in place of those that they kept."""
-        numbers = np.stack([last.rows, last.positions, last.tokens])
-        keep_sampled(self.table, *self._device.upload(numbers))
 
     def lines_of(self, grants: Grants, window_grants: Grants) -> IntArray:
         """The grants of a plan, int32[3, num_grants]: lines of the row table, indices and pages."""

@@ -50,13 +50,11 @@ class StepOutput:
 @dataclass(frozen=True, slots=True, eq=False)
 class StepLogits:
     """What is sampled from: this rank's ``logits`` [num_samples, tokens of the rank], and the
-    ``rows`` and the ``positions`` of the new tokens, int32 [num_samples]. ``keepers`` are the rows
-    that keep them, the dummy row for tokens that none does."""
+    ``rows`` and the ``positions`` of the new tokens, int32 [num_samples]."""
 
     logits: Tensor
     rows: Tensor
     positions: Tensor
-    keepers: Tensor
 
 
 class Sampler:
@@ -130,7 +128,7 @@ class Sampler:
         those of all ranks; it may be False only if ``need_all_logits`` is."""
         logits = self._gathered(due.logits) if all_logits else due.logits
         tokens = self._of_rank_0(logits, due) if all_logits else self._of_all_ranks(due)
-        keep_sampled(self._table, due.keepers, due.positions, tokens)
+        keep_sampled(self._table, due.rows, due.positions, tokens)
         return StepOutput(tokens, logits)
 
     def _of_rank_0(self, logits: Tensor, due: StepLogits) -> Tensor:

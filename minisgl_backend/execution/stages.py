@@ -130,22 +130,21 @@ class Stages:
         # [batch_size, hidden_size]
         hidden = self.forward.over_decodes(step, grouped=grouped, adapted=adapted)
         part = self.model.logits_part(hidden, out=self._own_logits[:batch_size])
-        return StepLogits(part, step.rows, step.lengths, keepers=step.rows)
+        return StepLogits(part, step.rows, step.lengths)
 
     def logits_of(self, batch: FlatBatch, hidden: Tensor) -> StepLogits:
         """The logits of the tokens after which a token is sampled, if any. ``hidden`` [num_tokens,
         hidden_size] is the residual stream after the layers."""
-        rows, dummy_row = batch.sample_rows, self.rows.table.dummy_row
-        kept_by = np.where(batch.are_kept, rows, dummy_row)
-        numbers = np.array([batch.sample_indices, rows, batch.sample_positions, kept_by], np.int32)
-        indices, of_samples, positions, keepers = self.device.upload(numbers)
+        rows = batch.sample_rows
+        numbers = np.array([batch.sample_indices, rows, batch.sample_positions], np.int32)
+        indices, of_samples, positions = self.device.upload(numbers)
         if not len(rows):
-            return StepLogits(self._own_logits[:0], of_samples, positions, keepers)
+            return StepLogits(self._own_logits[:0], of_samples, positions)
         with self.mark("logits"):
             logits = self.model.logits_part(hidden.index_select(0, indices))
         if self._watch_logits is not None:
             logits = self._watch_logits(logits, rows)
-        return StepLogits(logits, of_samples, positions, keepers)
+        return StepLogits(logits, of_samples, positions)
 
     def sample(self, due: StepLogits, *, all_logits: bool) -> StepOutput:
         """Sample the tokens of a step; there may be none. ``all_logits``: see ``Sampler``."""

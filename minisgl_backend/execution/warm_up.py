@@ -25,15 +25,13 @@ from minisgl_backend.plan import (
     Snapshots,
     StepPlan,
 )
-from minisgl_backend.request import IntArray
 
 
 class WarmUp:
     """Runs dummy steps. Raises ``ConfigError`` if the remaining memory cannot hold one."""
 
-    def __init__(self, stages: Stages, layers: Callable[[FlatBatch, IntArray], Tensor]) -> None:
-        """``layers`` takes a step and its prompt tokens, and returns the residual stream after the
-        last layer."""
+    def __init__(self, stages: Stages, layers: Callable[[FlatBatch], Tensor]) -> None:
+        """``layers`` takes a step, and returns the residual stream after the last layer."""
         self._stages = stages
         self._layers = layers
         limits = self._limits = stages.limits
@@ -85,7 +83,7 @@ class WarmUp:
             if num_decodes and (num_shared := last // stages.rows.page_size):
                 batch = replace(batch, groups=_one_group(num_decodes, num_shared))
             tokens = plan.chunks.tokens
-            hidden = self._layers(batch, tokens)
+            hidden = self._layers(batch)
             due = stages.logits_of(batch, hidden)
             if stages.model.group.size > 1:
                 stages.sample(due, all_logits=False)

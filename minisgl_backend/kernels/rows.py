@@ -1,8 +1,9 @@
 """The state of rows on the device, which a step reads before the layers and updates after them.
 
 It has one entry per row (``RowTable``): last token, length, pages, and sampling parameters
-(``SamplingTable``). A decode step is told only which rows decode and which pages they were granted
-(``StepInputs``). It looks up everything else itself, so a captured graph needs no other input.
+(``SamplingTable``). A decode step is told which rows decode, which pages they were granted, and the
+tokens that the table does not have (``StepInputs``). It looks up everything else itself, so a
+captured graph needs no other input.
 
 The last row of the table is the *dummy row*: padding decodes it, always at position 0.
 """
@@ -16,14 +17,16 @@ from torch import Tensor
 
 from minisgl_backend.kernels.dispatch import use_triton
 from minisgl_backend.kernels.sampling_table import ONCE, SamplingTable
+from minisgl_backend.plan import NO_TOKEN
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowTable:
     """The state of all rows; tensors [num_rows + 1], of which the last is the dummy row.
 
-    ``tokens`` int32: the token that was sampled last and is not computed yet; after guesses only
-    once it is told. ``lengths`` int32: the position of that token. ``pages`` int32
+    ``tokens`` int32: the token that was sampled last and is not computed yet. ``lengths`` int32:
+    the position of that token. After a step with guesses, both are of any of its samples, until the
+    row's next token is kept. ``pages`` int32
     [num_rows + 1, max_pages]. ``lines`` is everything that grants may write to: the lines of
     ``pages`` and, if layers have window pages, then one line of these for each row.
     """
@@ -71,11 +74,14 @@ class RowTable:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepInputs:
-    """What the host tells a decode step, in one buffer: int32 [1 + max_batch + 3 * max_grants].
+    """What the host tells a decode step, in one buffer: int32 [1 + 3 * max_batch + 3 * max_grants].
 
-        num_grants | rows that decode [max_batch] | (line, index, page) of each grant
+        num_grants | rows | told | positions | (line, index, page) of each grant
 
-    A grant means lines[line, index] = page.
+    ``rows``, ``told`` and ``positions`` have ``max_batch`` numbers each. If a row is told a token,
+    it computes that one at that position, and otherwise, if ``told`` is -1, its last one. A row may
+    be told several tokens, in ascending order, each in an element of its own. A grant means
+    lines[line, index] = page.
     """
 
     buffer: Tensor
@@ -84,13 +90,20 @@ class StepInputs:
 
     @classmethod
     def empty(cls, max_batch: int, max_grants: int, device: torch.device) -> StepInputs:
-        size = 1 + max_batch + 3 * max_grants
-        return cls(torch.zeros(size, dtype=torch.int32, device=device), max_batch, max_grants)
+        size = 1 + 3 * max_batch + 3 * max_grants
+        inputs = cls(torch.zeros(size, dtype=torch.int32, device=device), max_batch, max_grants)
+        inputs.lines[1] = NO_TOKEN
+        return inputs
 
     @property
-    def rows(self) -> Tensor:
-        """int32 [max_batch]."""
-        return self.buffer[1 : 1 + self.max_batch]
+    def lines(self) -> Tensor:
+        """``rows``, ``told`` and ``positions``, int32 [3, max_batch]."""
+        return self.buffer[1 : 1 + 3 * self.max_batch].view(3, self.max_batch)
+
+    @property
+    def grants(self) -> Tensor:
+        """int32 [max_grants, 3]."""
+        return self.buffer[1 + 3 * self.max_batch :].view(-1, 3)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -117,7 +130,7 @@ def begin_decode(
     ``batch_size`` rows."""
     num_kinds = 4 if table.window_pages is None else 5
     numbers = torch.empty((num_kinds, batch_size), dtype=torch.int32, device=table.tokens.device)
-    inputs = DecodeInputs(given.rows[:batch_size], *numbers)
+    inputs = DecodeInputs(given.lines[0, :batch_size], *numbers)
     if not use_triton(table.tokens):
         begin_decode_reference(inputs, table, given, page_size)
         return inputs
@@ -141,11 +154,13 @@ def begin_decode_reference(
     """The twin of the kernel of ``begin_decode``."""
     num_grants = int(given.buffer[0])
     if num_grants:
-        grants = given.buffer[1 + given.max_batch :].view(-1, 3)[:num_grants]
+        grants = given.grants[:num_grants]
         table.lines[grants[:, 0], grants[:, 1]] = grants[:, 2]
         given.buffer[0] = 0
-    torch.index_select(table.tokens, 0, inputs.rows, out=inputs.tokens)
-    torch.index_select(table.lengths, 0, inputs.rows, out=inputs.positions)
+    rows, told, positions = given.lines[:, : len(inputs.rows)]
+    is_told = told != NO_TOKEN
+    torch.where(is_told, told, table.tokens[rows], out=inputs.tokens)
+    torch.where(is_told, positions, table.lengths[rows], out=inputs.positions)
     torch.add(inputs.positions, 1, out=inputs.lengths)
     of_kinds = ((table.pages, inputs.slots), (table.window_pages, inputs.window_slots))
     for pages, slots in of_kinds:
@@ -157,8 +172,9 @@ def begin_decode_reference(
 def keep_sampled(table: RowTable, rows: Tensor, positions: Tensor, sampled: Tensor) -> None:
     """Write the ``sampled`` tokens and their positions to the table, and count them in marked rows.
 
-    All int32 [batch_size]; only the dummy row may occur twice. A token of -1 (logits that are not
-    finite) is kept as 0, a valid id, and not counted. The dummy row keeps length 0.
+    All int32 [batch_size]. A row that occurs several times keeps any of its tokens; it must not
+    have penalties. A token of -1 (logits that are not finite) is kept as 0, a valid id, and not
+    counted. The dummy row keeps length 0.
     """
     if not use_triton(sampled):
         keep_sampled_reference(table, rows, positions, sampled)

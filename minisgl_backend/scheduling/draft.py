@@ -18,7 +18,6 @@ from minisgl_backend.plan import (
     Decodes,
     Grants,
     Groups,
-    LastTokens,
     PromptChunks,
     Scores,
     Snapshots,
@@ -34,7 +33,6 @@ class Draft:
         self.budget = budget
         self.decodes = Decodes()
         self.groups = NO_GROUPS
-        self.last_tokens = LastTokens()
         self._admissions: list[Admission] = []
         self._grants: list[tuple[IntArray, IntArray, IntArray]] = []
         self._copies: list[tuple[int, int, int]] = []
@@ -103,10 +101,10 @@ class Draft:
         self._scores.append((len(self._chunks) - 1, start, len(tokens)))
         self._score_tokens.append(tokens)
 
-    def decode(self, rows: IntArray, positions: IntArray, groups: Groups) -> None:
+    def decode(self, decodes: Decodes, groups: Groups) -> None:
         """Decode these rows, with groups of them. The arrays are kept, so the caller must not write
         to them again."""
-        self.decodes = Decodes(rows, positions)
+        self.decodes = decodes
         self.groups = groups
 
     def freeze(
@@ -141,7 +139,6 @@ class Draft:
             window_grants=Grants() if windows is None else windows.take_grants(),
             snapshots=Snapshots(begun_from, *_columns(self._saved, 3), *_columns(self._kept, 2)),
             chunks=chunks,
-            last_tokens=self.last_tokens,
             decodes=self.decodes,
             groups=self.groups,
             scores=scores,

@@ -1,16 +1,16 @@
-"""Guesser at the next tokens of decoding rows, from what their sequences hold already, and from
-what their grammars leave no choice about.
+"""Guesser at the next tokens of decoding rows, from what was said before, and from what their
+grammars leave no choice about.
 
 Text repeats itself: code that is edited, documents that are quoted, calls with the same fields. If
-the last tokens of a sequence have occurred in it before, those that followed then may follow again.
-So a step computes the row's last token and the guesses together, and samples a token after each. As
-long as samples equal the guesses, the next sample is what a later step would have sampled, since it
-depends only on the tokens before it, its position and the seed. So a row gets at least one token a
-step, and the same ones as without guesses, but for the rounding of larger steps.
+the last tokens of a sequence have occurred before (``scheduling.lookup``), those that followed then
+may follow again. So a step computes the row's last token and the guesses together, and samples a
+token after each. As long as samples equal the guesses, the next sample is what a later step would
+have sampled, since it depends only on the tokens before it, its position and the seed. So a row
+gets at least one token a step, and the same ones as without guesses, but for the rounding of larger
+steps.
 
-Known as prompt lookup decoding (A. Saxena, 2023), a form of speculative decoding (Leviathan et al.,
-arXiv 2211.17192). Knows the tokens of rows and what they ask of sampling, and a ``Lookahead``. Must
-not know pages or plans.
+A form of speculative decoding (Leviathan et al., arXiv 2211.17192). Knows the tokens of rows and
+what they ask of sampling, and a ``Lookahead``. Must not know pages or plans.
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ from typing import Final
 
 import numpy as np
 
-from minisgl_backend.request import EMPTY, IntArray
+from minisgl_backend.request import IntArray
 from minisgl_backend.scheduling.lookahead import Lookahead
+from minisgl_backend.scheduling.lookup import RecentAnswers, guesses_at
 from minisgl_backend.scheduling.running import RunningRows
 
-_LOOKED_FOR: Final = 3
-"""Number of last tokens that must have occurred before."""
-_PAUSE: Final = 16
+_PAUSE: Final = 4
 """Number of tokens that a row gets without guesses, or with forced ones alone, after guesses of
 which none was right."""
 
@@ -33,11 +32,15 @@ which none was right."""
 class Guesser:
     """How many guesses each row of ``RunningRows`` may have next, by how good its last ones were.
 
-    At most ``most_tokens`` for a row, and none while more than ``max_rows`` rows decode.
+    At most ``most_tokens`` for a row, and none while more than ``max_rows`` rows decode. They come
+    from the row's own tokens, or from ``recent`` answers.
     """
 
-    def __init__(self, rows: RunningRows, *, most_tokens: int, max_rows: int) -> None:
+    def __init__(
+        self, rows: RunningRows, recent: RecentAnswers, *, most_tokens: int, max_rows: int
+    ) -> None:
         self._rows = rows
+        self._recent = recent
         self._most_tokens = most_tokens
         self._max_rows = max_rows
         num_rows = len(rows.sequences)
@@ -73,7 +76,7 @@ class Guesser:
             if lookahead is not None and has_grammar[index]:
                 guesses = self._under_grammar(row, int(most[index]), num_lookups, lookahead)
             else:
-                guesses = repeated(rows.known(row), num_lookups)
+                guesses = self._looked_up(row, rows.known(row), num_lookups)
             if len(guesses):
                 found[row] = guesses
         return found
@@ -87,9 +90,8 @@ class Guesser:
         forced = np.array(lookahead.forced(request_id)[:most], dtype=np.int32)
         guesses = forced
         if len(forced) < num_lookups:
-            looked_up = repeated(
-                np.concatenate([rows.known(row), forced]), num_lookups - len(forced)
-            )
+            tokens = np.concatenate([rows.known(row), forced])
+            looked_up = self._looked_up(row, tokens, num_lookups - len(forced))
             guesses = np.concatenate([forced, looked_up])
         if not len(guesses) or rows.in_flight[row]:
             return guesses
@@ -97,6 +99,11 @@ class Guesser:
         if not num_allowed:
             self.judge(row, len(guesses), 0)
         return guesses[:num_allowed]
+
+    def _looked_up(self, row: int, tokens: IntArray, most: int) -> IntArray:
+        """Guesses at what follows ``tokens`` in a row, up to ``most``."""
+        cache_key = self._rows.sequence(row).request.cache_key
+        return guesses_at(tokens, most, self._recent, cache_key)
 
     def judge(self, row: int, num_guesses: int, num_right: int) -> None:
         """Note how many guesses were right. A row whose guesses are wrong gets fewer."""
@@ -106,19 +113,3 @@ class Guesser:
             self._may_have[row] = min(self._most_tokens, 2 * num_right + 1)
         if not num_right:
             self._begin_at[row] = self._rows.planned[row] + _PAUSE
-
-
-def repeated(tokens: IntArray, most: int) -> IntArray:
-    """The tokens, ``most`` of them, after the last earlier place at which the last ``_LOOKED_FOR``
-    of ``tokens``, int32[num_tokens], stand; none if there is no such place.
-
-    If that place is less than ``most`` before the end, what is between is repeated.
-    """
-    if len(tokens) <= _LOOKED_FOR:
-        return EMPTY
-    places = np.flatnonzero(tokens[_LOOKED_FOR - 1 : -1] == tokens[-1]) + _LOOKED_FOR - 1
-    for before in range(1, _LOOKED_FOR):
-        places = places[tokens[places - before] == tokens[-1 - before]]
-    if not len(places):
-        return EMPTY
-    return np.resize(tokens[places[-1] + 1 :][:most], most)

@@ -31,6 +31,7 @@ from minisgl_backend.plan import NO_GROUPS, Groups
 from minisgl_backend.request import EMPTY, IntArray, Request, RequestId
 from minisgl_backend.scheduling.adapter_places import AdapterPlaces
 from minisgl_backend.scheduling.draft import Draft
+from minisgl_backend.scheduling.lookup import RecentAnswers
 from minisgl_backend.scheduling.room import Room
 from minisgl_backend.scheduling.running import RunningRows
 from minisgl_backend.scheduling.sequence import Phase, Sequence, by_precedence
@@ -61,9 +62,10 @@ class Lifecycle:
         group_cost_tokens: int | None,
         has_states: bool,
         released_rows: list[int],
+        recent: RecentAnswers | None = None,
     ) -> None:
         """``group_cost_tokens``: see ``KVCache.groups``; None for no groups. ``has_states``: see
-        ``SchedulerConfig``."""
+        ``SchedulerConfig``. ``recent`` gets the answers that end."""
         self.cache = cache
         self.rows = RunningRows(num_rows)
         self.queue = queue
@@ -74,6 +76,7 @@ class Lifecycle:
         self.prefilling: list[Sequence] = []
         self.released_rows = released_rows
         self.changes = 0
+        self._recent = recent
         self._num_arrivals = 0
         self._remaps: list[tuple[Sequence, Lease, range]] = []
         self._samples = WaitingSamples(self.live, self.rows)
@@ -291,6 +294,9 @@ class Lifecycle:
             self.queue.push(sequence)
         else:
             sequence.enter(Phase.DONE)
+            if self._recent is not None and not sequence.failed:
+                request = sequence.request
+                self._recent.add(known[len(request.prompt) :], request.cache_key)
 
     def publish(self, sequence: Sequence, tokens: IntArray) -> None:
         """Share the full pages of the sequence's ``tokens`` that are computed.

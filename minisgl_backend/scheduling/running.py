@@ -14,8 +14,8 @@ import numpy as np
 
 from minisgl_backend.cache.kv import Lease
 from minisgl_backend.errors import InvariantError
-from minisgl_backend.plan import NO_TOKEN, LastTokens
-from minisgl_backend.request import IntArray, Mask, TokenId
+from minisgl_backend.plan import NO_TOKEN
+from minisgl_backend.request import EMPTY, IntArray, Mask, TokenId
 from minisgl_backend.scheduling.sequence import Sequence
 
 _NO_STOP: Final = -2  # pads the table of stop ids; it equals neither a token nor NO_TOKEN
@@ -165,12 +165,11 @@ class RunningRows:
         self.untold[row] = self.last_token(row)
         self.start_decoding(row)
 
-    def tell(self, rows: IntArray, positions: IntArray) -> LastTokens:
-        """The last tokens, at ``positions``, of those of ``rows`` for which the executor does not
-        know them. From now on it does."""
-        is_untold = self.untold[rows] != NO_TOKEN
-        rows = rows[is_untold]
-        told = LastTokens(rows, positions[is_untold], self.untold[rows])
+    def tell(self, rows: IntArray) -> IntArray:
+        """What ``Decodes.told`` is for ``rows``. From now on the executor knows their tokens."""
+        told = self.untold[rows]
+        if (told == NO_TOKEN).all():
+            return EMPTY
         self.untold[rows] = NO_TOKEN
         return told
 

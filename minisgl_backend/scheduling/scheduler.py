@@ -40,7 +40,7 @@ import numpy as np
 
 from minisgl_backend.cache.kv import KVCache
 from minisgl_backend.errors import InvariantError
-from minisgl_backend.plan import NO_SNAPSHOT, Admission, SampledTokens, StepPlan
+from minisgl_backend.plan import NO_SNAPSHOT, Admission, Decodes, SampledTokens, StepPlan
 from minisgl_backend.request import (
     EMPTY,
     IntArray,
@@ -54,6 +54,7 @@ from minisgl_backend.scheduling.guesses import Guesser
 from minisgl_backend.scheduling.intake import Intake
 from minisgl_backend.scheduling.lifecycle import Lifecycle
 from minisgl_backend.scheduling.lookahead import Lookahead
+from minisgl_backend.scheduling.lookup import RecentAnswers
 from minisgl_backend.scheduling.report import Counters, SchedulerStats, StepResult
 from minisgl_backend.scheduling.room import Room
 from minisgl_backend.scheduling.sequence import Phase, Precedence, Sequence, by_precedence
@@ -73,7 +74,7 @@ class SchedulerConfig:
     multiple of it, as attention in sections requires (``attention.sections``).
     ``num_adapter_slots``: the most adapters that are on the device at once. ``speculative_tokens``
     (0 for none) and ``speculative_max_requests`` limit ``guesses``, which rows with states cannot
-    have.
+    have; ``speculative_recent_tokens`` is the size of ``lookup.RecentAnswers``.
     """
 
     max_running_requests: int = 256
@@ -89,6 +90,7 @@ class SchedulerConfig:
     num_adapter_slots: int = 0
     speculative_tokens: int = 0
     speculative_max_requests: int = 8
+    speculative_recent_tokens: int = 0
 
 
 class Scheduler:
@@ -108,6 +110,7 @@ class Scheduler:
         self._config = config
         self._counters = counters or Counters()
         places = AdapterPlaces(config.num_adapter_slots)
+        recent = RecentAnswers(config.speculative_recent_tokens)
         self._life = Lifecycle(
             cache,
             config.max_running_requests,
@@ -122,6 +125,7 @@ class Scheduler:
             group_cost_tokens=config.group_cost_tokens if config.names_groups else None,
             has_states=config.has_states,
             released_rows=list(taken_rows),
+            recent=recent if config.speculative_tokens else None,
         )
         self._rows = self._life.rows
         self._queue = self._life.queue
@@ -130,6 +134,7 @@ class Scheduler:
         if config.speculative_tokens:
             self._guesser = Guesser(
                 self._rows,
+                recent,
                 most_tokens=config.speculative_tokens,
                 max_rows=config.speculative_max_requests,
             )
@@ -237,9 +242,8 @@ class Scheduler:
             ready = ready[rows.planned[ready] < rows.capacity[ready]]
         groups, ready = self._life.groups_of(ready), rows.by_adapter(ready)
         positions = rows.plan_decode(ready)
-        draft.decode(ready, positions, groups)
-        if self._guesser is not None:
-            draft.last_tokens = rows.tell(ready, positions)
+        told = EMPTY if self._guesser is None else rows.tell(ready)
+        draft.decode(Decodes(ready, positions, told), groups)
         if self._life.states is not None:
             self._life.states.keep(ready, positions, draft)
         return under_pressure

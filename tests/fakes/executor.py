@@ -268,13 +268,12 @@ class FakeExecutor:
             self._write(row, position, tokens, dict(saves))
             if num_sampled:
                 sampled.append(self._sample(row))
-        for row, position, token in _lines(
-            plan.last_tokens.rows, plan.last_tokens.positions, plan.last_tokens.tokens
-        ):
-            assert position == self._rows[row].computed
-            assert self._rows[row].last_token == NO_TOKEN, "only what is not known is told"
-            self._rows[row].last_token = token
-        for row, position in _lines(plan.decodes.rows, plan.decodes.positions):
+        decodes = plan.decodes
+        for row, token in _lines(decodes.rows[: len(decodes.told)], decodes.told):
+            if token != NO_TOKEN:
+                assert self._rows[row].last_token == NO_TOKEN, "only what is not known is told"
+                self._rows[row].last_token = token
+        for row, position in _lines(decodes.rows, decodes.positions):
             self._write(row, position, [self._rows[row].last_token])
         sampled += [self._sample(row) for row in plan.decodes.rows.tolist()]
         logprobs = {

@@ -65,6 +65,7 @@ class Setup:
     section: int | None = None
     speculative_tokens: int = 0
     speculative_max_requests: int = 8
+    speculative_recent_tokens: int = 60
     depth: int = 2
     model: Model = field(default_factory=Model)
 
@@ -117,6 +118,7 @@ class Harness:
                 section=setup.section,
                 speculative_tokens=setup.speculative_tokens,
                 speculative_max_requests=setup.speculative_max_requests,
+                speculative_recent_tokens=setup.speculative_recent_tokens,
             ),
         )
         self.executor = FakeExecutor(

@@ -14,6 +14,7 @@ from minisgl_backend.config import DEMO_MODEL, EngineOptions
 from minisgl_backend.kernels.dispatch import is_interpreted
 from minisgl_backend.request import Grammar, GrammarKind, IntArray, SamplingParams
 from minisgl_backend.scheduling.report import SchedulerStats
+from minisgl_bench.dummy_model import SHAPES, write_dummy_model
 from minisgl_bench.engines import submitted
 from tests.conformance.checkpoints import CONTEXT, write_checkpoint
 from tests.conformance.engines import prompts_with_shared_prefixes
@@ -34,9 +35,8 @@ def served(
         EngineOptions(
             model=str(model),
             device="cuda",
-            dtype="float32",
             max_sequence_length=CONTEXT,
-            **chosen,
+            **{"dtype": "float32", **chosen},
         )
     )
     try:
@@ -103,3 +103,20 @@ def test_tokens_with_grammars_are_those_without_guesses() -> None:
         tokens, stats = served(Path(DEMO_MODEL), prompts, sampling, speculative_tokens=5, **changed)
         assert tokens == plain, changed
         assert stats.num_right_guesses > 0
+
+
+def test_batch_invariant_tokens_do_not_depend_on_guesses_at_all(tmp_path: Path) -> None:
+    """In bf16, whose rounding would show a sum in another order."""
+    folder = tmp_path / "model"
+    write_dummy_model("qwen3-0.6b", folder)
+    config = {**SHAPES["qwen3-0.6b"], "num_hidden_layers": 3, "vocab_size": 4096}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    rng = np.random.default_rng(SEED)
+    prompts = [rng.choice(FEW, 30 + 7 * index).astype(np.int32) for index in range(len(SAMPLING))]
+    options = {"dtype": "bfloat16", "batch_invariant": True, "load_format": "dummy"}
+    plain, _ = served(folder, prompts, SAMPLING, **options)
+    for changed in ({}, {"cuda_graph_max_batch_size": 0}):
+        asked = {**options, **changed, "speculative_tokens": 5}
+        tokens, stats = served(folder, prompts, SAMPLING, **asked)
+        assert tokens == plain, changed
+        assert stats.num_right_guesses

@@ -99,14 +99,16 @@ def test_state_of_rows(device: torch.device, batch: int, dummy_window_page: int 
     grants = torch.stack([chosen, torch.full_like(chosen, 2), pages], dim=1)
     for given in givens:
         given.buffer[0] = batch
-        given.rows[:batch] = chosen
-        given.buffer[161 : 161 + 3 * batch] = grants.flatten()
+        given.lines[0, :batch] = chosen
+        given.lines[1, : batch // 2 : 2] = 7  # told, at this position
+        given.lines[2, :batch] = 40
+        given.grants[:batch] = grants
     actual = rows.begin_decode(tables[0], givens[0], batch, page_size)
     names = ["tokens", "positions", "slots", "lengths"]
     if dummy_window_page is not None:
         names.append("window_slots")
     numbers = torch.empty((len(names), batch), dtype=torch.int32, device=device)
-    expected = rows.DecodeInputs(givens[1].rows[:batch], *numbers)
+    expected = rows.DecodeInputs(givens[1].lines[0, :batch], *numbers)
     rows.begin_decode_reference(expected, tables[1], givens[1], page_size)
     for name in names:
         assert torch.equal(getattr(actual, name), getattr(expected, name)), name

@@ -21,7 +21,7 @@ from minisgl_backend.cache.radix_cache import RadixCache
 from minisgl_backend.cache.snapshots import SnapshotCache
 from minisgl_backend.cache.windows import WindowLease, WindowPages
 from minisgl_backend.errors import InvariantError
-from minisgl_backend.plan import Groups, LastTokens, SampledTokens, StepPlan
+from minisgl_backend.plan import Groups, SampledTokens, StepPlan
 from minisgl_backend.request import EMPTY, IntArray, PromptLogprobs, RequestId
 from minisgl_backend.scheduling.draft import Draft
 from minisgl_backend.scheduling.intake import Intake
@@ -235,7 +235,7 @@ def window_line_not_written(patch: pytest.MonkeyPatch) -> None:
 
 def last_token_not_told(patch: pytest.MonkeyPatch) -> None:
     """A row decodes after guesses with a token that it has not kept."""
-    patch.setattr(RunningRows, "tell", lambda self, rows, positions: LastTokens())
+    patch.setattr(RunningRows, "tell", lambda self, rows: EMPTY)
 
 
 def wrong_guesses_not_taken_back(patch: pytest.MonkeyPatch) -> None:

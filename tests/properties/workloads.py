@@ -45,6 +45,7 @@ def setups(draw: st.DrawFn) -> Setup:
         section=section,
         speculative_tokens=speculative_tokens,
         speculative_max_requests=draw(st.sampled_from([8, 2])),
+        speculative_recent_tokens=draw(st.sampled_from([60, 0])),
         depth=draw(st.sampled_from([2, 1, 3])),
         model=Model(
             vocabulary=draw(st.sampled_from([50, 5, 2])),

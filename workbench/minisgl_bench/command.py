@@ -26,6 +26,7 @@ bench = LazyGroup(
         "adapters": "minisgl_bench.adapters:adapters",
         "prefill": "minisgl_bench.prefill:prefill",
         "speculation": "minisgl_bench.speculation:speculation",
+        "guesses": "minisgl_bench.guesses:guesses",
         "kernels": "minisgl_bench.kernels:kernels",
         "fp8-pages": "minisgl_bench.fp8_pages:fp8_pages",
         "quantized-weights": "minisgl_bench.quantized_weights:quantized_weights",

@@ -42,7 +42,7 @@ def _begin_decode(
     num_grants = tl.load(given_ptr)
     for start in tl.range(0, num_grants, BLOCK):
         mask = start + i < num_grants
-        grant_ptr = given_ptr + 1 + MAX_BATCH + 3 * (start + i)
+        grant_ptr = given_ptr + 1 + 3 * MAX_BATCH + 3 * (start + i)
         granted = tl.load(grant_ptr, mask=mask, other=0).to(tl.int64)
         index = tl.load(grant_ptr + 1, mask=mask, other=0)
         page = tl.load(grant_ptr + 2, mask=mask, other=0)
@@ -50,11 +50,17 @@ def _begin_decode(
     tl.debug_barrier()  # the pages read below may be those just written; all know num_grants
     tl.store(given_ptr, 0)
     mask = i < batch_size
-    row = tl.load(given_ptr + 1 + i, mask=mask, other=0).to(tl.int64)
-    position = tl.load(state_lengths_ptr + row, mask=mask, other=0)
+    row_ptr = given_ptr + 1 + i
+    row = tl.load(row_ptr, mask=mask, other=0).to(tl.int64)
+    token = tl.load(row_ptr + MAX_BATCH, mask=mask, other=0)
+    position = tl.load(row_ptr + 2 * MAX_BATCH, mask=mask, other=0)
+    is_known = mask & (token < 0)  # from the table
+    token = tl.where(is_known, tl.load(last_ptr + row, mask=is_known, other=0), token)
+    length = tl.load(state_lengths_ptr + row, mask=is_known, other=0)
+    position = tl.where(is_known, length, position)
     at = pages_ptr + row * pages_stride + position // PAGE_SIZE
     page = tl.load(at, mask=mask, other=0)
-    tl.store(tokens_ptr + i, tl.load(last_ptr + row, mask=mask, other=0), mask=mask)
+    tl.store(tokens_ptr + i, token, mask=mask)
     tl.store(positions_ptr + i, position, mask=mask)
     tl.store(lengths_ptr + i, position + 1, mask=mask)
     tl.store(slots_ptr + i, page * PAGE_SIZE + position % PAGE_SIZE, mask=mask)

@@ -20,25 +20,25 @@ from minisgl_backend.attention.base import AttentionSetting
 from minisgl_backend.device.cpu import CpuDevice
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.execution import step_graphs
+from minisgl_backend.execution.checks import as_decodes
 from minisgl_backend.execution.chunk_graphs import (
-    LAST_TOKEN,
     ChunkInputs,
     fill,
     fitting,
     max_chunks,
 )
 from minisgl_backend.execution.executor import ModelExecutor
-from minisgl_backend.execution.flat_batch import FlatBatch
+from minisgl_backend.execution.flat_batch import LAST_TOKEN, FlatBatch
 from minisgl_backend.execution.forward import ForwardPass
 from minisgl_backend.execution.rows import DeviceRows
 from minisgl_backend.execution.stages import ExecutorLimits
 from minisgl_backend.execution.states import CapturedRuns, StateStorage
 from minisgl_backend.execution.storage import KVStorage
+from minisgl_backend.kernels.rows import StepInputs, begin_decode
 from minisgl_backend.models.build import build_model
 from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.parallel.group import OneRank
-from minisgl_backend.plan import Snapshots, StepPlan
-from minisgl_backend.request import IntArray
+from minisgl_backend.plan import Decodes, Snapshots, StepPlan
 from tests.conformance.checkpoints import CONTEXT, VOCAB_SIZE, write_checkpoint
 from tests.unit.execution.test_flat_batch import ints, plan_of
 
@@ -105,7 +105,7 @@ def test_inputs_hold_the_step_and_padding(plan: StepPlan, more: int) -> None:
     batch = FlatBatch.of(plan)
     num_decodes, num_chunks = len(plan.decodes.rows), len(plan.chunks.rows)
     size = max(plan.num_tokens, 16 * num_chunks, 1) + more
-    content = fill(size, MAX_ROWS, batch, plan.chunks.tokens)
+    content = fill(size, MAX_ROWS, batch)
     assert content.dtype == np.int32
     inputs = ChunkInputs.of(torch.from_numpy(np.append(content, ints(7, 7))), size, MAX_ROWS)
     assert inputs.buffer.tolist() == content.tolist()
@@ -171,7 +171,7 @@ class Layers:
             max_sequence_length=CONTEXT,
             dtype=torch.float32,
             kv_dtype=torch.float32,
-            max_batch_size=MAX_ROWS,
+            max_batch_size=16,
             max_captured_batch_size=MAX_ROWS,
             device=cpu,
         )
@@ -191,11 +191,19 @@ class Layers:
         self.forward = ForwardPass(self.model, self.rows, self.attention, self.device, self.states)
 
     def over_batch(self, plan: StepPlan) -> Tensor:
-        return self.forward.over_batch(FlatBatch.of(plan), plan.chunks.tokens)
+        return self.forward.over_batch(FlatBatch.of(plan))
+
+    def over_decodes(self, decodes: Decodes) -> Tensor:
+        """As decode graphs compute it."""
+        given = StepInputs.empty(len(decodes.rows), 0, torch.device("cpu"))
+        lines = np.stack([decodes.rows, decodes.told, decodes.positions])
+        given.lines[:] = torch.from_numpy(lines)
+        table = self.rows.table
+        return self.forward.over_decodes(begin_decode(table, given, lines.shape[1], PAGE_SIZE))
 
     def over_inputs(self, size: int, plan: StepPlan) -> Tensor:
         batch, runs = FlatBatch.of(plan), None
-        content = fill(size, MAX_ROWS, batch, plan.chunks.tokens)
+        content = fill(size, MAX_ROWS, batch)
         inputs = ChunkInputs.of(torch.from_numpy(content), size, MAX_ROWS)
         if self.states is not None:
             room = partial(max_chunks, max_rows=MAX_ROWS)
@@ -294,6 +302,27 @@ def test_steps_of_one_kind(case: str, tmp_path: Path, monkeypatch: pytest.Monkey
     assert layers.over_inputs(16, plan_of([], [])).isfinite().all()
 
 
+@pytest.mark.parametrize("case", ["qwen3", "mistral-window", "gpt-oss", "youtu"])
+@pytest.mark.usefixtures("nan_where_unwritten")
+@torch.inference_mode()
+def test_guesses_are_alike_as_chunks_and_as_decoding_rows(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choose, "has_triton", lambda: True)
+    write_checkpoint(case, tmp_path)
+    layers = Layers(tmp_path)
+    layers.over_batch(plan_of([(1, 0, 20, 1), (2, 0, 3, 1), (0, 0, 9, 1)], []))
+    plan = plan_of([(1, 20, 6, 6), (2, 3, 2, 2)], [(0, 9)])
+    layers.rows.table.tokens[0], layers.rows.table.lengths[0] = 11, 9
+    before = layers.copy_of_memory()
+    expected = layers.over_batch(plan).roll(-1, 0)  # decoding rows come first there
+    after = layers.copy_of_memory()
+    layers.go_back(before)
+    decodes, _ = as_decodes(plan, PAGE_SIZE)
+    torch.testing.assert_close(layers.over_decodes(decodes), expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(layers.memory, after, atol=1e-4, rtol=1e-4)
+
+
 # --- what has to fit beside the graphs -----------------------------------------------------------
 
 
@@ -323,11 +352,11 @@ def test_the_longest_step_has_to_fit_beside_the_graphs(
     over_batch = ForwardPass.over_batch
     lengths = []
 
-    def short_of_memory(self: ForwardPass, batch: FlatBatch, prefill_tokens: IntArray) -> Tensor:
+    def short_of_memory(self: ForwardPass, batch: FlatBatch) -> Tensor:
         lengths.append(len(batch.rows))
         if lengths.count(num_tokens) == 2:
             raise torch.cuda.OutOfMemoryError("CUDA out of memory")
-        return over_batch(self, batch, prefill_tokens)
+        return over_batch(self, batch)
 
     monkeypatch.setattr(ForwardPass, "over_batch", short_of_memory)
     too_long = f"a step of {num_tokens} tokens does not fit .*, with 1.5 GiB free: lower memory_"

@@ -31,7 +31,6 @@ from minisgl_backend.plan import (
     Copies,
     Decodes,
     Grants,
-    LastTokens,
     Pending,
     PromptChunks,
     SampledTokens,
@@ -255,11 +254,10 @@ def test_guesses_are_checked_by_what_decoding_samples(
     ).tokens()
     sampled: list[int] = step.token_ids.tolist()
     assert sampled[:3] == expected[1:4]
-    assert int(executor.stages.rows.table.tokens[0]) == expected[0], "none of them is kept"
     asked = sampling.num_logprobs is not None
     assert step.logprobs.keys() == (set(range(5)) if asked else set())
-    told = LastTokens(rows=_ints(0), positions=_ints(9), tokens=_ints(expected[3]))
-    both = _tokens(driver.launch(last_tokens=told, decodes=_decodes((0, 9), (1, 3))))
+    decodes = replace(_decodes((0, 9), (1, 3)), told=_ints(expected[3], NO_TOKEN))
+    both = _tokens(driver.launch(decodes=decodes))
     again = _tokens(driver.decode((0, 10), (1, 4)))
     tokens = [both[0], again[0], *_tokens(driver.decode((0, 11)))]
     assert tokens == expected[4:7]
@@ -366,9 +364,9 @@ def test_chunks_of_dummy_steps_lie_within_a_section(executor: ModelExecutor) -> 
     stages, lengths = executor.stages, []
     stages.limits = replace(stages.limits, section=24)
 
-    def layers(batch: FlatBatch, prefill_tokens: IntArray) -> Tensor:
+    def layers(batch: FlatBatch) -> Tensor:
         lengths.append(np.diff(batch.chunk_offsets).tolist())
-        return stages.forward.over_batch(batch, prefill_tokens)
+        return stages.forward.over_batch(batch)
 
     executor.device.submit(WarmUp(stages, layers).all_kinds).result()
 
@@ -381,10 +379,10 @@ def test_dummy_steps_have_chunks_beside_each_power_of_two_of_decoding_rows(
     stages, num_decodes = executor.stages, []
     stages.limits = replace(stages.limits, max_rows=9)
 
-    def layers(batch: FlatBatch, prefill_tokens: IntArray) -> Tensor:
+    def layers(batch: FlatBatch) -> Tensor:
         if len(batch.chunk_rows):
             num_decodes.append(batch.num_decodes)
-        return stages.forward.over_batch(batch, prefill_tokens)
+        return stages.forward.over_batch(batch)
 
     executor.device.submit(WarmUp(stages, layers).all_kinds).result()
 
@@ -397,10 +395,10 @@ def test_the_largest_dummy_step_has_as_many_guesses_as_there_may_be(
     stages, num_samples = executor.stages, []
     stages.limits = replace(stages.limits, section=5, most_guesses=6)
 
-    def layers(batch: FlatBatch, prefill_tokens: IntArray) -> Tensor:
+    def layers(batch: FlatBatch) -> Tensor:
         of_chunks = batch.sample_indices[batch.sample_indices >= batch.num_decodes]
         num_samples.append(np.histogram(of_chunks, batch.chunk_offsets)[0].tolist())
-        return stages.forward.over_batch(batch, prefill_tokens)
+        return stages.forward.over_batch(batch)
 
     executor.device.submit(WarmUp(stages, layers).largest).result()
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from minisgl_backend.execution.flat_batch import FlatBatch
-from minisgl_backend.plan import Decodes, Groups, PromptChunks, StepPlan
+from minisgl_backend.execution.flat_batch import LAST_TOKEN, FlatBatch
+from minisgl_backend.plan import NO_TOKEN, Decodes, Groups, PromptChunks, StepPlan
 from minisgl_backend.request import IntArray
 
 
@@ -77,12 +77,13 @@ def test_tokens_and_samples_of_a_step(
     assert {flat.chunk_offsets.dtype, flat.chunk_ends.dtype} == {np.dtype(np.int32)}
 
 
-def test_rows_keep_the_samples_of_prompts_and_decodes_but_not_of_guesses() -> None:
-    plan = plan_of([(1, 7, 3, 3), (3, 0, 4, 1), (5, 1, 2, 0)], [(2, 9)])
-    flat = FlatBatch.of(plan)
-    assert flat.sample_rows.tolist() == [1, 1, 1, 3, 2]
-    assert flat.are_kept.tolist() == [False, False, False, True, True]
-    assert FlatBatch.of_decodes(plan.decodes).are_kept.tolist() == [True]
+def test_tokens_of_decoding_rows_are_known_to_the_device_or_told() -> None:
+    plan = plan_of([(3, 0, 2, 1)], [(1, 7), (2, 9)])
+    tokens = plan.chunks.tokens.tolist()
+    assert FlatBatch.of(plan).tokens.tolist() == [LAST_TOKEN, LAST_TOKEN, *tokens]
+    told = replace(plan, decodes=replace(plan.decodes, told=ints(NO_TOKEN, 5)))
+    assert FlatBatch.of(told).tokens.tolist() == [LAST_TOKEN, 5, *tokens]
+    assert FlatBatch.of_decodes(told.decodes).tokens.tolist() == [LAST_TOKEN, 5]
 
 
 def test_an_empty_plan() -> None:

@@ -144,10 +144,7 @@ def test_greedy_tokens_follow_what_each_request_asked_for(seed: int) -> None:
             for index, row in enumerate(batch.tolist())
         ]
         of_batch, at = torch.from_numpy(np.stack([batch, positions[batch]]).astype(np.int32))
-        assert (
-            sampler.sample(StepLogits(logits, of_batch, at, keepers=of_batch)).tokens.tolist()
-            == expected
-        )
+        assert sampler.sample(StepLogits(logits, of_batch, at)).tokens.tolist() == expected
         for row, token in zip(batch.tolist(), expected, strict=True):
             oracles[row].output += [token] * (token != NO_TOKEN)
             oracles[row].num_sampled += 1

@@ -1075,7 +1075,9 @@ def test_state_of_rows_goes_in_and_out() -> None:
     table.tokens[:4] = torch.tensor([10, 11, 12, 13], dtype=torch.int32)
     table.lengths[:4] = torch.tensor([0, 5, 8, 3], dtype=torch.int32)
     table.sampling.column("marked")[1:3] = 1
-    given.buffer[:] = torch.tensor([2, 2, 1, table.dummy_row, 2, 2, 6, 1, 1, 4], dtype=torch.int32)
+    given.buffer[0] = 2
+    given.lines[0] = torch.tensor([2, 1, table.dummy_row])
+    given.grants[:] = torch.tensor([[2, 2, 6], [1, 1, 4]])
     inputs = begin_decode(table, given, 3, PAGE_SIZE)
     assert inputs.tokens.tolist() == [12, 11, 0]
     assert inputs.positions.tolist() == [8, 5, 0]
@@ -1092,6 +1094,22 @@ def test_state_of_rows_goes_in_and_out() -> None:
     assert table.sampling.marks[2, 7] == ONCE
 
 
+def test_rows_may_be_told_several_tokens_each() -> None:
+    table = RowTable.empty(3, max_pages=3, dummy_page=9, vocab_size=20, device=CPU)
+    table.tokens[:3] = torch.tensor([10, 11, 12], dtype=torch.int32)
+    table.lengths[:3] = torch.tensor([5, 6, 1], dtype=torch.int32)
+    table.pages[0, 1:] = torch.tensor([7, 2])
+    given = StepInputs.empty(5, 0, CPU)
+    given.lines[:] = torch.tensor([[0, 0, 0, 1, 2], [4, 0, 6, -1, -1], [7, 8, 9, 50, 50]])
+    inputs = begin_decode(table, given, 5, PAGE_SIZE)
+    assert inputs.tokens.tolist() == [4, 0, 6, 11, 12]
+    assert inputs.positions.tolist() == [7, 8, 9, 6, 1]
+    assert inputs.lengths.tolist() == [8, 9, 10, 7, 2]
+    assert inputs.slots[:3].tolist() == [7 * PAGE_SIZE + 3, 2 * PAGE_SIZE, 2 * PAGE_SIZE + 1]
+    keep_sampled(table, inputs.rows, inputs.lengths, torch.tensor([1, 2, 3, 4, 5]).int())
+    assert table.tokens[1:3].tolist() == [4, 5] and table.lengths[1:3].tolist() == [7, 2]
+
+
 def test_a_step_finds_slots_in_window_pages() -> None:
     table = RowTable.empty(
         2, max_pages=2, dummy_page=9, vocab_size=20, device=CPU, dummy_window_page=5
@@ -1099,7 +1117,9 @@ def test_a_step_finds_slots_in_window_pages() -> None:
     given = StepInputs.empty(3, 2, CPU)
     table.lengths[:2] = torch.tensor([6, 3], dtype=torch.int32)
     window_line = 1 + len(table.tokens)
-    given.buffer[:] = torch.tensor([2, 1, 0, table.dummy_row, 1, 0, 7, window_line, 0, 2])
+    given.buffer[0] = 2
+    given.lines[0] = torch.tensor([1, 0, table.dummy_row])
+    given.grants[:] = torch.tensor([[1, 0, 7], [window_line, 0, 2]])
     inputs = begin_decode(table, given, 3, PAGE_SIZE)
     assert inputs.slots.tolist() == [7 * PAGE_SIZE + 3, 9 * PAGE_SIZE + 2, 9 * PAGE_SIZE]
     assert inputs.window_slots is not None

@@ -34,6 +34,7 @@ def make(
     num_pages: int = 32,
     reserve_tokens: int = 0,
     speculative_tokens: int = 0,
+    speculative_recent_tokens: int = 0,
     section: int | None = None,
 ) -> Scheduler:
     config = replace(
@@ -42,6 +43,7 @@ def make(
         max_prefill_tokens=max_prefill_tokens,
         reserve_tokens=reserve_tokens,
         speculative_tokens=speculative_tokens,
+        speculative_recent_tokens=speculative_recent_tokens,
         section=section,
     )
     return Scheduler(RadixCache(num_pages, PAGE_SIZE), config)

@@ -24,7 +24,8 @@ from minisgl_backend.request import (
     TokenId,
     TokenLogprobs,
 )
-from minisgl_backend.scheduling.guesses import Guesser, repeated
+from minisgl_backend.scheduling.guesses import Guesser
+from minisgl_backend.scheduling.lookup import RecentAnswers
 from minisgl_backend.scheduling.running import RunningRows
 from minisgl_backend.scheduling.scheduler import Scheduler
 from minisgl_backend.scheduling.sequence import Sequence
@@ -79,10 +80,12 @@ def guessed(plan: StepPlan) -> dict[int, tuple[int, list[int]]]:
 
 
 def told(plan: StepPlan) -> list[tuple[int, int, int]]:
-    """The rows, positions and tokens of the plan's last tokens."""
-    last = plan.last_tokens
-    lines = zip(last.rows.tolist(), last.positions.tolist(), last.tokens.tolist(), strict=True)
-    return list(lines)
+    """The rows that the plan tells their last tokens, with positions and tokens."""
+    decodes = plan.decodes
+    if not len(decodes.told):
+        return []
+    lines = np.stack([decodes.rows, decodes.positions, decodes.told], axis=1).tolist()
+    return [(row, position, token) for row, position, token in lines if token != NO_TOKEN]
 
 
 def decoded(plan: StepPlan) -> list[tuple[int, int]]:
@@ -95,29 +98,6 @@ def counted(scheduler: Scheduler) -> tuple[int, int, int]:
     """How often guesses were checked, their number, and that of the right ones."""
     stats = scheduler.stats()
     return stats.num_checks, stats.num_guesses, stats.num_right_guesses
-
-
-@pytest.mark.parametrize(
-    ("tokens", "most", "expected"),
-    [
-        ((1, 2, 3, 9, 8, 1, 2, 3), 2, [9, 8]),
-        ((1, 2, 3, 9, 8, 1, 2, 3), 1, [9]),
-        ((1, 2, 3, 7, 1, 2, 3, 8, 1, 2, 3), 1, [8]),
-        ((5, 1, 2, 3, 1, 2, 3), 8, [1, 2, 3, 1, 2, 3, 1, 2]),
-        ((1, 2, 3, 9, 1, 2, 3), 7, [9, 1, 2, 3, 9, 1, 2]),
-        ((4, 4, 4, 4), 3, [4, 4, 4]),
-        ((4, 4, 4), 3, []),
-        ((3,), 3, []),
-        ((1, 2, 3, 4, 5, 6), 3, []),
-        ((9, 2, 3, 7, 1, 2, 3), 3, []),
-        ((1, 9, 3, 7, 1, 2, 3), 3, []),
-        ((2, 3, 7, 1, 2, 3), 3, []),
-    ],
-)
-def test_what_followed_the_last_tokens_before(
-    tokens: tuple[int, ...], most: int, expected: list[int]
-) -> None:
-    assert repeated(ints(*tokens), most).tolist() == expected
 
 
 def rows_of(*sampling: SamplingParams) -> RunningRows:
@@ -138,7 +118,8 @@ def say(rows: RunningRows) -> None:
 
 def begun(rows: RunningRows, *, most_tokens: int = 8, max_rows: int = 8) -> Guesser:
     """With the columns of ``rows`` in the order of their sequences."""
-    guesses = Guesser(rows, most_tokens=most_tokens, max_rows=max_rows)
+    recent = RecentAnswers(100)
+    guesses = Guesser(rows, recent, most_tokens=most_tokens, max_rows=max_rows)
     for row in range(len(rows.sequences)):
         guesses.begin(row)
     return guesses
@@ -185,7 +166,7 @@ def test_a_row_whose_guesses_were_all_wrong_pauses_and_then_tries_one() -> None:
     rows = rows_of(LONG)
     guesses = begun(rows)
     guesses.judge(0, 8, 0)
-    for _ in range(16):
+    for _ in range(4):
         assert counts(guesses, 0) == {}
         say(rows)
     assert counts(guesses, 0) == {0: 1}
@@ -245,7 +226,7 @@ def test_a_row_looks_nothing_up_for_a_while_after_guesses_that_were_not_allowed(
     rows = rows_of(SEVENS)
     guesses, told = begun(rows), Told({0: (8, 9)})
     assert not guesses.of_rows(ints(0), Told(most_allowed=0))
-    for _ in range(16):
+    for _ in range(4):
         assert not guesses.of_rows(ints(0), Told())
         assert guesses.of_rows(ints(0), told)[0].tolist() == [8, 9]
         say(rows)
@@ -607,3 +588,23 @@ def test_each_token_has_its_logprobs() -> None:
     found = {pair: result.logprobs[index].logprob for index, pair in enumerate(pairs)}
     assert found == {(0, 4): 0, (0, 5): -1, (0, 9): -2, (1, 77): -5}
     assert len(result.logprobs) == 4
+
+
+def test_answers_that_ended_are_looked_into_by_requests_that_share_their_prefixes() -> None:
+    scheduler = make(speculative_tokens=4, speculative_recent_tokens=50)
+    answer = (41, 42, 43, 44, 45, 46)
+
+    def guessed_after(number: int, cache_salt: str = "") -> list[list[int]]:
+        """What is guessed while this request gets ``answer``."""
+        one = replace(request(number, 4, len(answer)), cache_salt=cache_salt)
+        scheduler.add(one)
+        found = []
+        while (plan := scheduler.plan()) is not None:
+            found += [tokens for _, tokens in guessed(plan).values()]
+            commit(scheduler, plan, [answer[at - 4] for at in plan.sample_positions.tolist()])
+        return found
+
+    assert guessed_after(0) == []
+    assert guessed_after(1) == [[43, 44, 45]]
+    assert guessed_after(2, "other") == []
+    assert guessed_after(3, "other") == [[43, 44, 45]]

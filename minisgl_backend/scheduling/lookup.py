@@ -1,0 +1,87 @@
+"""Looks up what followed when the last tokens of a sequence stood somewhere before.
+
+That may be earlier in the sequence itself (prompt lookup decoding, A. Saxena, 2023), or in an
+answer that ended lately (as in SuffixDecoding, arXiv 2411.04975): agents ask alike and get alike
+answers, such as calls with the same fields, or a file that is edited again. The longer the part
+that both have in common, the more likely they go on alike.
+
+Knows tokens, and the keys by which the prefix cache keeps requests apart. Must not know rows.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+
+from minisgl_backend.request import EMPTY, IntArray
+
+_LEAST: Final = 3
+"""Number of last tokens that must have stood there."""
+_MOST: Final = 32
+"""Number of last tokens that are compared. Almost all guesses after as many are right."""
+_END: Final = -1
+"""Stands behind each answer; no token equals it."""
+
+
+class RecentAnswers:
+    """The answers that ended last, ``num_tokens`` tokens of them. They are found only by requests
+    with the same ``Request.cache_key``."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self._tokens = np.full(num_tokens, _END, dtype=np.int32)  # a ring
+        self._keys = np.zeros(num_tokens, dtype=np.int64)  # hashes
+        self._next = 0
+
+    def add(self, answer: IntArray, cache_key: str) -> None:
+        """Keep an answer, int32[num_tokens], in place of the oldest ones."""
+        size = len(self._tokens)
+        if not size:
+            return
+        tokens = np.append(answer[-(size - 1) :], np.int32(_END))
+        places = np.arange(self._next, self._next + len(tokens)) % size
+        self._tokens[places], self._keys[places] = tokens, hash(cache_key)
+        self._next = (self._next + len(tokens)) % size
+
+    def following(self, tokens: IntArray, most: int, cache_key: str) -> tuple[int, IntArray]:
+        """How many of the last ``tokens``, int32[num_tokens], stand in an answer, and what follows
+        there, up to ``most``."""
+        ends = np.flatnonzero(self._tokens == tokens[-1])
+        end, length = _longest(self._tokens, ends[self._keys[ends] == hash(cache_key)], tokens)
+        if not length:
+            return 0, EMPTY
+        found = self._tokens[np.arange(end + 1, end + 1 + most) % len(self._tokens)]
+        behind = np.flatnonzero(found == _END)
+        return length, found[: behind[0]] if len(behind) else found
+
+
+def guesses_at(
+    tokens: IntArray, most: int, recent: RecentAnswers | None = None, cache_key: str = ""
+) -> IntArray:
+    """Guesses at the next tokens after ``tokens``, int32[num_tokens]: up to ``most``, and none if
+    fewer than ``_LEAST`` of the last tokens have stood together before.
+
+    If these stand less than ``most`` before the end, what is between is repeated.
+    """
+    if len(tokens) <= _LEAST or not most:
+        return EMPTY
+    end, length = _longest(tokens[:-1], np.flatnonzero(tokens[:-1] == tokens[-1]), tokens)
+    if recent is not None and length < _MOST:
+        length_there, found = recent.following(tokens, most, cache_key)
+        if length_there > length and len(found):
+            return found
+    return np.resize(tokens[end + 1 :][:most], most) if length else EMPTY
+
+
+def _longest(text: IntArray, ends: IntArray, tokens: IntArray) -> tuple[int, int]:
+    """The longest part of ``text`` that equals the last ``tokens`` and is at least ``_LEAST`` long,
+    up to ``_MOST``: the index of its last token, and its length; of equally long ones the last.
+    The length is 0 if there is none. ``ends`` are the indices, ascending, of ``tokens[-1]``."""
+    length = 0
+    while length < min(_MOST, len(tokens)):
+        longer = ends[ends >= length]
+        longer = longer[text[longer - length] == tokens[-1 - length]]
+        if not len(longer):
+            break
+        ends, length = longer, length + 1
+    return (int(ends[-1]), length) if length >= _LEAST else (0, 0)

@@ -27,6 +27,7 @@ from minisgl_backend.request import (
     SamplingParams,
     samples_of,
 )
+from minisgl_backend.scheduling.lookahead import Lookahead
 from minisgl_backend.scheduling.scheduler import Scheduler, SchedulerConfig
 from tests.fakes.executor import (
     FakeExecutor,
@@ -130,6 +131,7 @@ class Harness:
             window=setup.window,
             num_window_pages=setup.num_window_pages,
         )
+        self.lookahead: Lookahead | None = None
         self.records: dict[RequestId, Record] = {}
         self.num_steps = 0
         self._flights: deque[tuple[StepPlan, FakePending]] = deque()
@@ -153,7 +155,7 @@ class Harness:
 
     def launch(self) -> bool:
         """Plan and launch a step; False if nothing can run now."""
-        plan = self.scheduler.plan()
+        plan = self.scheduler.plan(self.lookahead)
         if plan is None:
             assert self._flights or not self.scheduler.has_work(), "work, but no step: a livelock"
             return False
@@ -289,7 +291,7 @@ def random_setup(rng: random.Random) -> Setup:
 def with_guesses(setup: Setup) -> Setup:
     """The same with guesses, at tokens of which there are so few that they repeat themselves. What
     comes after a wrong guess must be finite, too, which the oracle does not know."""
-    return replace(setup, num_snapshots=None, speculative_tokens=5, model=Model(vocabulary=2))
+    return replace(setup, speculative_tokens=5, model=Model(vocabulary=2))
 
 
 def random_request(rng: random.Random, setup: Setup, number: int) -> Request:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,11 @@ import numpy as np
 import pytest
 
 from minisgl_backend.build import build_engine
-from minisgl_backend.config import EngineOptions
+from minisgl_backend.config import DEMO_MODEL, EngineOptions
 from minisgl_backend.kernels.dispatch import is_interpreted
-from minisgl_backend.request import IntArray, SamplingParams
+from minisgl_backend.request import Grammar, GrammarKind, IntArray, SamplingParams
 from minisgl_backend.scheduling.report import SchedulerStats
+from minisgl_bench.dummy_model import SHAPES, write_dummy_model
 from minisgl_bench.engines import submitted
 from tests.conformance.checkpoints import CONTEXT, write_checkpoint
 from tests.conformance.engines import prompts_with_shared_prefixes
@@ -21,7 +23,16 @@ from tests.conformance.test_guesses import FEW, GREEDY, SAMPLED
 pytestmark = pytest.mark.skipif(is_interpreted(), reason="needs a CUDA device")
 
 SAMPLING = [GREEDY] * 4 + [SAMPLED] * 2
-SEED = 10  # in fp32 the best token is clear, even if attention's GEMMs round to tf32
+SEEDS = {
+    "qwen3": 10,
+    "mistral-window": 10,
+    "youtu": 10,
+    "qwen3.5": 15,
+    "nemotron-h": 10,
+    "lfm2": 10,
+    "kimi-linear": 11,
+}
+"""Of prompts for which the best token is clear in fp32, even if attention's GEMMs round to tf32."""
 
 
 def served(
@@ -33,9 +44,8 @@ def served(
         EngineOptions(
             model=str(model),
             device="cuda",
-            dtype="float32",
             max_sequence_length=CONTEXT,
-            **chosen,
+            **{"dtype": "float32", **chosen},
         )
     )
     try:
@@ -48,12 +58,13 @@ def served(
         engine.close(drain_s=0)
 
 
-@pytest.mark.parametrize("case", ["qwen3", "mistral-window", "youtu"])
+@pytest.mark.parametrize("case", SEEDS)
 def test_tokens_are_those_without_guesses(case: str, tmp_path: Path) -> None:
-    """Of full attention, of windows, whose pages are their own, and of latents."""
+    """Of full attention, of windows, whose pages are their own, of latents, and of recurrent layers
+    of each kind."""
     write_checkpoint(case, tmp_path)
     drawn = prompts_with_shared_prefixes(
-        vocab_size=len(FEW), longest=60, seed=SEED, count=len(SAMPLING)
+        vocab_size=len(FEW), longest=60, seed=SEEDS[case], count=len(SAMPLING)
     )
     prompts = [np.array(FEW, np.int32)[prompt] for prompt in drawn]
     plain, stats = served(tmp_path, prompts, SAMPLING)
@@ -67,3 +78,55 @@ def test_tokens_are_those_without_guesses(case: str, tmp_path: Path) -> None:
         tokens, stats = served(tmp_path, prompts, SAMPLING, speculative_tokens=5, **changed)
         assert tokens == plain, changed
         assert 0 < stats.num_right_guesses < stats.num_guesses
+
+
+def test_tokens_with_grammars_are_those_without_guesses() -> None:
+    """Rows with a grammar beside others. Each sample of a check has its own mask."""
+    rng = np.random.default_rng(SEEDS["qwen3"])
+    prompts = [rng.integers(10, 1900, 40).astype(np.int32) for _ in range(6)]
+    record = {
+        "type": "object",
+        "properties": {"name": {"enum": ["ab", "cd"]}, "number": {"type": "integer"}},
+        "required": ["name", "number"],
+        "additionalProperties": False,
+    }
+    records = {"type": "array", "items": record, "minItems": 4}
+    records["x-guidance"] = {"whitespace_flexible": False}
+    forms = [
+        Grammar(GrammarKind.JSON_SCHEMA, json.dumps(records)),
+        Grammar(GrammarKind.REGEX, "(one of several,|another one,)*"),
+        None,
+    ]
+    sampling = [
+        SamplingParams(
+            max_tokens=60, temperature=index % 2, seed=index, top_k=index, grammar=forms[index % 3]
+        )
+        for index in range(6)
+    ]
+    plain, _ = served(Path(DEMO_MODEL), prompts, sampling)
+    for changed in (
+        {},
+        {"overlap": False},
+        {"cuda_graph_max_batch_size": 0},
+        {"cuda_graph_max_tokens": 0},
+    ):
+        tokens, stats = served(Path(DEMO_MODEL), prompts, sampling, speculative_tokens=5, **changed)
+        assert tokens == plain, changed
+        assert stats.num_right_guesses > 0
+
+
+def test_batch_invariant_tokens_do_not_depend_on_guesses_at_all(tmp_path: Path) -> None:
+    """In bf16, whose rounding would show a sum in another order."""
+    folder = tmp_path / "model"
+    write_dummy_model("qwen3-0.6b", folder)
+    config = {**SHAPES["qwen3-0.6b"], "num_hidden_layers": 3, "vocab_size": 4096}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    rng = np.random.default_rng(SEEDS["qwen3"])
+    prompts = [rng.choice(FEW, 30 + 7 * index).astype(np.int32) for index in range(len(SAMPLING))]
+    options = {"dtype": "bfloat16", "batch_invariant": True, "load_format": "dummy"}
+    plain, _ = served(folder, prompts, SAMPLING, **options)
+    for changed in ({}, {"cuda_graph_max_batch_size": 0}):
+        asked = {**options, **changed, "speculative_tokens": 5}
+        tokens, stats = served(folder, prompts, SAMPLING, **asked)
+        assert tokens == plain, changed
+        assert stats.num_right_guesses

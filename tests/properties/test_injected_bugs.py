@@ -235,7 +235,12 @@ def window_line_not_written(patch: pytest.MonkeyPatch) -> None:
 
 def wrong_guesses_not_taken_back(patch: pytest.MonkeyPatch) -> None:
     """A row decodes on after all its guesses, the wrong ones included."""
-    patch.setattr(RunningRows, "go_on_from_guesses", RunningRows.start_decoding)
+
+    def go_on(self: RunningRows, row: int, *, lag: int) -> None:
+        self.lag[row] = lag
+        self.start_decoding(row)
+
+    patch.setattr(RunningRows, "go_on_from_guesses", go_on)
 
 
 def accepted_after_a_wrong_guess(patch: pytest.MonkeyPatch) -> None:
@@ -258,6 +263,34 @@ def accepted_after_a_wrong_guess(patch: pytest.MonkeyPatch) -> None:
         return take(self, plan, tokens, scored)
 
     patch.setattr(Intake, "_take_guessed", believe)
+
+
+def states_not_caught_up(patch: pytest.MonkeyPatch) -> None:
+    """Right guesses are taken to be in a row's recurrent state, which stopped before them."""
+    go_on = RunningRows.go_on_from_guesses
+    patch.setattr(
+        RunningRows, "go_on_from_guesses", lambda self, row, *, lag: go_on(self, row, lag=0)
+    )
+
+
+def states_caught_up_too_far(patch: pytest.MonkeyPatch) -> None:
+    """A row's recurrent state is said to have taken in one token less than it has."""
+    go_on = RunningRows.go_on_from_guesses
+    patch.setattr(
+        RunningRows,
+        "go_on_from_guesses",
+        lambda self, row, *, lag: go_on(self, row, lag=lag + (lag > 0)),
+    )
+
+
+def kept_with_guesses(patch: pytest.MonkeyPatch) -> None:
+    """The state of a row is kept after guesses, right or wrong."""
+    keep = StateSnapshots.keep_in_chunk
+
+    def further(self: StateSnapshots, row: int, start: int, end: int, draft: Draft) -> None:
+        keep(self, row, start, start + len(draft._tokens[-1]), draft)
+
+    patch.setattr(StateSnapshots, "keep_in_chunk", further)
 
 
 def without_guards(patch: pytest.MonkeyPatch) -> None:
@@ -297,6 +330,9 @@ BUGS: dict[Inject, int] = {
 BUGS_OF_GUESSES: dict[Inject, int] = {
     wrong_guesses_not_taken_back: 0,
     accepted_after_a_wrong_guess: 0,
+    states_not_caught_up: 11,
+    states_caught_up_too_far: 11,
+    kept_with_guesses: 142,
 }
 """The same in workloads with guesses."""
 ALL_BUGS = BUGS | BUGS_OF_GUESSES

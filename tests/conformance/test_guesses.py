@@ -114,20 +114,30 @@ PENALTIES: Final[list[dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("penalties", PENALTIES, ids=str)
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_tokens_of_rows_with_penalties(
-    options: dict[str, Any], penalties: dict[str, Any], tmp_path: Path
-) -> None:
-    """Every other row is greedy. Not all tokens that they choose from are in their prompts."""
-    write_checkpoint("qwen3", tmp_path)
-    model = load_model(tmp_path, context=CONTEXT)
-    given = [np.array(FEW * count, np.int32) for count in range(1, 9)]
+def undecided() -> tuple[list[IntArray], list[SamplingParams]]:
+    """Prompts, and requests that choose from six tokens, so that penalties matter. Every other one
+    is greedy. Not all of the six are in the prompts."""
     six = tuple((token, 100.0) for token in range(10, 16))
-    without = [
-        SamplingParams(max_tokens=40, temperature=float(seed % 2), seed=seed, logit_bias=six)
-        for seed in range(len(given))
+    return [np.array(FEW * count, np.int32) for count in range(1, 9)], [
+        SamplingParams(max_tokens=40, temperature=index % 2, seed=index, logit_bias=six)
+        for index in range(8)
     ]
+
+
+@pytest.mark.parametrize("penalties", PENALTIES, ids=str)
+@pytest.mark.parametrize(
+    ("case", "options"),
+    [
+        *(pytest.param("qwen3", options, id=name) for name, options in OPTIONS.items()),
+        pytest.param("qwen3.5", OPTIONS["overlapped"], id="states"),
+    ],
+)
+def test_tokens_of_rows_with_penalties(
+    case: str, options: dict[str, Any], penalties: dict[str, Any], tmp_path: Path
+) -> None:
+    write_checkpoint(case, tmp_path)
+    model = load_model(tmp_path, context=CONTEXT)
+    given, without = undecided()
     sampling = [replace(each, **penalties) for each in without]
     with TinyEngine(model, context=CONTEXT, **options) as engine:
         plain = engine.run(given, sampling)

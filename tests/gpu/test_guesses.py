@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from minisgl_bench.dummy_model import SHAPES, write_dummy_model
 from minisgl_bench.engines import submitted
 from tests.conformance.checkpoints import CONTEXT, write_checkpoint
 from tests.conformance.engines import prompts_with_shared_prefixes
-from tests.conformance.test_guesses import FEW, GREEDY, SAMPLED
+from tests.conformance.test_guesses import FEW, GREEDY, PENALTIES, SAMPLED, undecided
 
 pytestmark = pytest.mark.skipif(is_interpreted(), reason="needs a CUDA device")
 
@@ -76,6 +77,25 @@ def test_tokens_are_those_without_guesses(case: str, tmp_path: Path) -> None:
         {"cuda_graph_max_tokens": 0},
     ):
         tokens, stats = served(tmp_path, prompts, SAMPLING, speculative_tokens=5, **changed)
+        assert tokens == plain, changed
+        assert 0 < stats.num_right_guesses < stats.num_guesses
+
+
+def test_tokens_with_penalties_are_those_without_guesses(tmp_path: Path) -> None:
+    """What is sampled after a guess is penalized for it. In this order of the penalties the best
+    tokens are clear."""
+    write_checkpoint("qwen3", tmp_path)
+    prompts, without = undecided()
+    penalties = [*PENALTIES[1:], *PENALTIES][: len(without)]
+    sampling = [replace(each, **some) for each, some in zip(without, penalties, strict=True)]
+    plain, _ = served(tmp_path, prompts, sampling)
+    for changed in (
+        {},
+        {"overlap": False},
+        {"cuda_graph_max_batch_size": 0},
+        {"cuda_graph_max_tokens": 0},
+    ):
+        tokens, stats = served(tmp_path, prompts, sampling, speculative_tokens=5, **changed)
         assert tokens == plain, changed
         assert 0 < stats.num_right_guesses < stats.num_guesses
 

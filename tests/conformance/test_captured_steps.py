@@ -31,6 +31,7 @@ from tests.conformance.engines import (
     load_model,
     prompts_with_shared_prefixes,
 )
+from tests.conformance.test_guesses import PENALTIES, assert_some_right, undecided
 from tests.parallel.threads import on_ranks
 
 T = TypeVar("T")
@@ -151,6 +152,35 @@ def test_tokens_equal_those_of_launched_steps(
         )
     assert not replays[0]
     assert {"StepOutput", "Tensor"} == set(replays[1])  # decode steps, and layers of others
+
+
+def test_guesses_of_rows_with_penalties_are_checked_by_decode_graphs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those are told the guesses, and penalize what is sampled after them."""
+    monkeypatch.setattr(choose, "has_triton", lambda: True)
+    write_checkpoint("qwen3", tmp_path)
+    model = load_model(tmp_path, context=CONTEXT, fused=True)
+    prompts, without = undecided()
+    sampling = [replace(each, **some) for each, some in zip(without, cycle(PENALTIES))]
+    with TinyEngine(model, context=CONTEXT, page_size=16, attention="triton") as engine:
+        plain = engine.run(prompts, sampling).tokens
+    device = RecordingDevice()
+    with TinyEngine(
+        model,
+        context=CONTEXT,
+        page_size=16,
+        attention="triton",
+        device=device,
+        graph_sizes=(1, 8, 48),
+        speculative_tokens=5,
+    ) as engine:
+        device.replays.clear()
+        found = engine.run(prompts, sampling)
+        assert_some_right(engine)
+    assert found.tokens == plain
+    # all steps but those of prompts
+    assert found.num_steps - len(prompts) < len(device.replays) < found.num_steps
 
 
 @pytest.mark.parametrize("case", ["llama-biases", "qwen3-moe"])

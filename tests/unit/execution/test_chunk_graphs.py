@@ -321,7 +321,7 @@ def test_guesses_are_alike_as_chunks_and_as_decoding_rows(
     expected = layers.over_batch(plan).roll(-1, 0)  # decoding rows come first there
     after = layers.copy_of_memory()
     layers.go_back(before)
-    decodes, _ = as_decodes(plan, PAGE_SIZE)
+    decodes, _ = as_decodes(plan, None)
     torch.testing.assert_close(layers.over_decodes(decodes), expected, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(layers.memory, after, atol=1e-4, rtol=1e-4)
 

@@ -141,8 +141,8 @@ class EngineOptions:
     overlap: bool = option(True, "plan the next step while the current one runs")
     speculative_tokens: int = option(
         0,
-        "most tokens that are guessed for a request, where its last tokens have occurred before, "
-        "and checked in one step; 0: none",
+        "most tokens that are guessed for a request, where its last tokens have occurred before or "
+        "its grammar leaves no choice, and checked in one step; 0: none",
         minimum=0,
         maximum=64,
     )

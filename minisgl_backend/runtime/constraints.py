@@ -157,7 +157,7 @@ class Constraints:
             masked = self._find(plan.masked_rows, guesses)
         elif masked is None or not np.array_equal(masked.planned, plan.masked_rows):
             masked = self._masked = self._find(plan.masked_rows, {})
-        samples = np.flatnonzero(np.isin(plan.sample_rows, masked.rows)).astype(np.int32)
+        samples = _samples_of(masked.rows, plan.sample_rows)
         filling = self._grammars.fill(masked.batch, pending.masks(len(samples)))
         self._last = StepMasks(masked, samples, filling)
         return self._last
@@ -204,6 +204,13 @@ class Constraints:
             for index, state in states.items()
             if request_ids[index] in self._matchers  # the others have since ended
         }
+
+
+def _samples_of(rows: IntArray, sample_rows: IntArray) -> IntArray:
+    """The indices of ``sample_rows`` at which any of ``rows`` stand, int32[num_samples]."""
+    if len(rows) == len(sample_rows):
+        return np.arange(len(rows), dtype=np.int32)
+    return np.flatnonzero(np.isin(sample_rows, rows)).astype(np.int32)
 
 
 def _take_right(batch: Batch, token_ids: IntArray) -> IntArray:

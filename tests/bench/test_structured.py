@@ -28,9 +28,21 @@ def test_rates_first_tokens_and_masks(tmp_path: Path) -> None:
         assert row["share"] > 0 and row["tokens_per_s"] > 0 and row["plain_tokens_per_s"] > 0
     assert [row["schema"] for row in figures["first_token"]] == ["none", "new", "known"]
     assert figures["first_token"][0]["later_ms"] == 0
+    assert [row["white_space"] for row in figures["alone"]] == ["allowed", "none"]
+    for row in figures["alone"]:
+        assert (row["tokens"], row["guesses"], row["tokens_per_step"]) == (12, 0, 1)
     assert [row["vocabulary"] for row in figures["masks"]] == ["2,048", "151,936"]
     assert all(row["mask_p50"] > 0 and row["rows"] == 5 for row in figures["masks"])
     assert figures["info"]["requests"] == 5
+
+
+def test_tokens_of_a_step_with_guesses(tmp_path: Path) -> None:
+    command = ["structured", "--device", "cpu", "--num-pages", "128", "--requests", "2"]
+    command += ["--speculative-tokens", "5", "--rounds", "1"]
+    figures = figures_of([*command, "--input-length", "8", "--output-length", "60"], tmp_path)
+    for row in figures["alone"]:
+        assert row["tokens"] == 60 and 0 < row["right"] <= row["guesses"]
+        assert row["tokens_per_step"] == round(60 / (60 - row["right"]), 2) > 1
 
 
 def test_the_text_part_of_a_model_and_a_tokenizer_of_its_own(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from minisgl_backend.request import (
     SamplingParams,
     samples_of,
 )
+from minisgl_backend.scheduling.lookahead import Lookahead
 from minisgl_backend.scheduling.scheduler import Scheduler, SchedulerConfig
 from tests.fakes.executor import (
     FakeExecutor,
@@ -130,6 +131,7 @@ class Harness:
             window=setup.window,
             num_window_pages=setup.num_window_pages,
         )
+        self.lookahead: Lookahead | None = None
         self.records: dict[RequestId, Record] = {}
         self.num_steps = 0
         self._flights: deque[tuple[StepPlan, FakePending]] = deque()
@@ -153,7 +155,7 @@ class Harness:
 
     def launch(self) -> bool:
         """Plan and launch a step; False if nothing can run now."""
-        plan = self.scheduler.plan()
+        plan = self.scheduler.plan(self.lookahead)
         if plan is None:
             assert self._flights or not self.scheduler.has_work(), "work, but no step: a livelock"
             return False

@@ -191,7 +191,10 @@ def test_retracted_answers_go_on_where_they_were() -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("graphs", [None, 0])
 @pytest.mark.parametrize("comm", ["nccl", "pynccl"])
-def test_ranks_take_the_tokens_that_rank_0_was_allowed(comm: str, graphs: int | None) -> None:
+@pytest.mark.parametrize("guesses", [0, 5])
+def test_ranks_take_the_tokens_that_rank_0_was_allowed(
+    comm: str, graphs: int | None, guesses: int
+) -> None:
     sinks = serve(
         DEMO_MODEL,
         prompts(12),
@@ -199,6 +202,8 @@ def test_ranks_take_the_tokens_that_rank_0_was_allowed(comm: str, graphs: int | 
         tensor_parallel_size=2,
         comm=comm,
         cuda_graph_max_batch_size=graphs,
+        speculative_tokens=guesses,
+        speculative_max_requests=12,
     )
     check_numbers([sink for index, sink in enumerate(sinks) if index % 4 != 3], 40)
     assert {len(sink.tokens) for sink in sinks} == {40}

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from minisgl_backend.build import build_engine
-from minisgl_backend.config import EngineOptions
+from minisgl_backend.config import DEMO_MODEL, EngineOptions
 from minisgl_backend.kernels.dispatch import is_interpreted
-from minisgl_backend.request import IntArray, SamplingParams
+from minisgl_backend.request import Grammar, GrammarKind, IntArray, SamplingParams
 from minisgl_backend.scheduling.report import SchedulerStats
 from minisgl_bench.dummy_model import SHAPES, write_dummy_model
 from minisgl_bench.engines import submitted
@@ -78,6 +78,41 @@ def test_tokens_are_those_without_guesses(case: str, tmp_path: Path) -> None:
         tokens, stats = served(tmp_path, prompts, SAMPLING, speculative_tokens=5, **changed)
         assert tokens == plain, changed
         assert 0 < stats.num_right_guesses < stats.num_guesses
+
+
+def test_tokens_with_grammars_are_those_without_guesses() -> None:
+    """Rows with a grammar beside others. Each sample of a check has its own mask."""
+    rng = np.random.default_rng(SEEDS["qwen3"])
+    prompts = [rng.integers(10, 1900, 40).astype(np.int32) for _ in range(6)]
+    record = {
+        "type": "object",
+        "properties": {"name": {"enum": ["ab", "cd"]}, "number": {"type": "integer"}},
+        "required": ["name", "number"],
+        "additionalProperties": False,
+    }
+    records = {"type": "array", "items": record, "minItems": 4}
+    records["x-guidance"] = {"whitespace_flexible": False}
+    forms = [
+        Grammar(GrammarKind.JSON_SCHEMA, json.dumps(records)),
+        Grammar(GrammarKind.REGEX, "(one of several,|another one,)*"),
+        None,
+    ]
+    sampling = [
+        SamplingParams(
+            max_tokens=60, temperature=index % 2, seed=index, top_k=index, grammar=forms[index % 3]
+        )
+        for index in range(6)
+    ]
+    plain, _ = served(Path(DEMO_MODEL), prompts, sampling)
+    for changed in (
+        {},
+        {"overlap": False},
+        {"cuda_graph_max_batch_size": 0},
+        {"cuda_graph_max_tokens": 0},
+    ):
+        tokens, stats = served(Path(DEMO_MODEL), prompts, sampling, speculative_tokens=5, **changed)
+        assert tokens == plain, changed
+        assert stats.num_right_guesses > 0
 
 
 def test_batch_invariant_tokens_do_not_depend_on_guesses_at_all(tmp_path: Path) -> None:

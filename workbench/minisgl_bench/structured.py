@@ -1,4 +1,5 @@
-"""`minisgl bench structured`: what grammars cost in throughput, to the first token, and per mask.
+"""`minisgl bench structured`: what grammars cost in throughput, to the first token and per mask.
+And what they gain by guesses.
 
 Requests of equal length decode together, some of them each with a different JSON schema; runs with
 and without schemas take turns in one engine. The schemas allow no end before the last token, so all
@@ -102,10 +103,13 @@ def bias_to_end_strings(options: EngineOptions) -> Bias:
     return tuple((token, math.log(odds)) for token in quotes)
 
 
-def endless_schema(seed: int, max_length: int | None) -> Grammar:
-    """A list of records that no answer in a benchmark can end."""
+def endless_schema(seed: int, max_length: int | None, *, compact: bool = False) -> Grammar:
+    """A list of records that no answer in a benchmark can end; if ``compact``, without white
+    space."""
     record = record_schema(8, seed, max_length)
-    schema = {"type": "array", "items": record, "minItems": _NEVER_OVER}
+    schema: dict[str, Any] = {"type": "array", "items": record, "minItems": _NEVER_OVER}
+    if compact:
+        schema["x-guidance"] = {"whitespace_flexible": False}
     return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema))
 
 
@@ -214,6 +218,39 @@ def first_token(engine: Engine, streams: Streams, num_fields: int, rounds: int) 
     for name, times in found.items():
         p50 = statistics.median(times)
         report.add(schema=name, p50_ms=p50, most_ms=max(times), later_ms=p50 - plain)
+    return report
+
+
+def alone(engine: Engine, streams: Streams, rounds: int) -> Report:
+    """What steps give a lone request with a schema that allows white space, and one that does not:
+    a token, and the guesses that were right."""
+    rng = np.random.default_rng(6)
+    report = Report("lone requests with a schema")
+    for compact in (False, True):
+        before, num_tokens, ms = engine.stats().scheduler, 0, 0.0
+        for seed in range(rounds):
+            prompt = rng.integers(0, engine.info.vocab_size, streams.input_length).astype(np.int32)
+            sampling = SamplingParams(
+                max_tokens=streams.output_length,
+                temperature=streams.temperature,
+                seed=seed,
+                logit_bias=streams.bias,
+                grammar=endless_schema(10**7 + seed, streams.max_length, compact=compact),
+            )
+            sink = submitted(engine, prompt, sampling)
+            sink.wait()
+            num_tokens += len(sink.tokens)
+            ms += 1e3 * (sink.times_s[-1] - sink.times_s[0])
+        after = engine.stats().scheduler
+        num_right = after.num_right_guesses - before.num_right_guesses
+        report.add(
+            white_space="none" if compact else "allowed",
+            tokens=num_tokens,
+            guesses=after.num_guesses - before.num_guesses,
+            right=num_right,
+            tokens_per_step=round(num_tokens / (num_tokens - num_right), 2),
+            ms_per_token=round(ms / max(num_tokens - rounds, 1), 3),
+        )
     return report
 
 
@@ -336,7 +373,8 @@ def structured(
     profile_path: Path | None,
     json_path: Path | None,
 ) -> None:
-    """What structured outputs cost: throughput, time to the first token, masks."""
+    """What structured outputs cost: throughput, time to the first token, masks. What they gain by
+    guesses, with --speculative-tokens."""
     streams = Streams(
         requests=requests,
         input_length=input_length,
@@ -353,6 +391,7 @@ def structured(
         reports = {
             "throughput": throughput(streams, engine, rounds, off_rates),
             "first_token": first_token(engine, streams, fields, 4 * rounds),
+            "alone": alone(engine, streams, rounds),
         }
         if profile_path is not None:
             with profiled(profile_path):

@@ -6,16 +6,19 @@ themselves, or begin like their prompts, else there would be little to look up.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
+from shutil import copy
 from typing import Any, Final, TypeAlias
 
 import numpy as np
 import pytest
 
 from minisgl_backend.build import build_engine_alone
-from minisgl_backend.config import EngineOptions
+from minisgl_backend.config import DEMO_MODEL, EngineOptions
 from minisgl_backend.errors import EngineFailure
 from minisgl_backend.execution.launched import MaskedStep
 from minisgl_backend.grammar.matchers import Matcher
@@ -31,6 +34,7 @@ from minisgl_backend.request import (
 )
 from minisgl_backend.runtime.constraints import Constraints
 from minisgl_kit.wrappers import ExecutorWrapper, PendingWrapper
+from tests.conformance.checkpoints import write_checkpoint
 from tests.grammar.matching import EOS, VOCABULARY
 from tests.grammar.test_engine import OPTIONS, PROMPT, SCHEMA, grammar, piece, text_of
 from tests.grammar.test_lookahead import letters
@@ -172,6 +176,26 @@ def test_answers_of_two_ranks_are_those_without_guesses(plain: list[Answer]) -> 
         answers = answered(ranked, requests())
         assert checked(ranked)[2] > 0
     assert outcomes(answers) == outcomes(plain)
+
+
+@pytest.mark.parametrize("case", ["qwen3.5", "lfm2"])
+def test_answers_of_recurrent_layers_are_those_without_guesses(case: str, tmp_path: Path) -> None:
+    """States stop before guesses, forced ones, too."""
+    write_checkpoint(case, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    config["vocab_size"] = len(VOCABULARY.pieces)
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        copy(Path(DEMO_MODEL) / name, tmp_path)
+    options = {**OPTIONS, "model": str(tmp_path)}
+    with ranked_engine(1, **options) as ranked:
+        plain = [answered(ranked, [each])[0] for each in requests()]
+    with ranked_engine(1, **options, **GUESSING) as ranked:
+        together = answered(ranked, requests())
+        _, num_guesses, num_right = checked(ranked)
+    assert {str(answer.error) for answer in plain} == {"None"}
+    assert outcomes(together) == outcomes(plain)
+    assert 0 < num_right < num_guesses
 
 
 def test_samples_of_a_prompt_are_those_without_guesses(guessing: Ranked) -> None:

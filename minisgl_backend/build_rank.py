@@ -275,4 +275,5 @@ def _limits(
         takes_masks=options.structured_outputs,
         section=facts.shape.section,
         most_guesses=options.most_guesses,
+        most_checks=options.most_checks,
     )

@@ -316,10 +316,15 @@ class EngineOptions:
             _check_range(spec, getattr(self, spec.name))
 
     @property
+    def most_checks(self) -> int:
+        """The most requests whose guesses a step checks."""
+        num_rows = min(self.speculative_max_requests, self.max_running_requests)
+        return num_rows if self.speculative_tokens else 0
+
+    @property
     def most_guesses(self) -> int:
         """The most guesses that a step checks."""
-        num_rows = min(self.speculative_max_requests, self.max_running_requests)
-        return min(self.speculative_tokens * num_rows, self.max_prefill_tokens // 2)
+        return min(self.speculative_tokens * self.most_checks, self.max_prefill_tokens // 2)
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> EngineOptions:

@@ -63,11 +63,6 @@ def checked_spec(options: EngineOptions, folder: Path, device: str | None) -> Mo
     for name in ("state_snapshots", "state_dtype"):
         if getattr(options, name) and spec.recurrent is None:
             raise ConfigError(f"option {name}: {spec.architecture} has no recurrent layers")
-    if options.speculative_tokens and spec.recurrent is not None:
-        raise ConfigError(
-            f"option speculative_tokens: {spec.architecture} has recurrent layers, whose states "
-            "cannot go back to before a wrong guess"
-        )
     if options.state_dtype and spec.recurrent is not None and not prod(spec.recurrent.matrices):
         raise ConfigError(
             f"option state_dtype: the recurrent states of {spec.architecture} are inputs of "

@@ -139,10 +139,10 @@ class PromptChunks:
 
     ``tokens`` [sum of lengths] holds their tokens, chunk after chunk. ``num_sampled`` is the number
     of the chunk's last positions after which a token is sampled: 0 for a part of a prompt, 1 for a
-    chunk that ends with the row's last known token. A chunk may also consist of that token and
-    guesses at those after it (``scheduling.guesses``). Then a token is sampled after each position,
-    and the executor does not know which of them is the row's last: the next plan that decodes the
-    row tells it.
+    chunk that ends with the row's last known token. Guesses at the tokens after that one may follow
+    (``scheduling.guesses``). Then a token is sampled after it and after each guess, and the
+    executor does not know which of them is the row's last: the next plan that decodes the row tells
+    it. Recurrent states of the row do not take in guesses.
     """
 
     rows: IntArray = field(default_factory=_none)
@@ -155,6 +155,11 @@ class PromptChunks:
     def ends(self) -> IntArray:
         """The positions after each chunk's last one."""
         return self.starts + self.lengths
+
+    @property
+    def known_ends(self) -> IntArray:
+        """The positions after each chunk's last token that is not a guess."""
+        return np.asarray(self.ends - np.maximum(self.num_sampled - 1, 0), np.int32)
 
     @property
     def sample_positions(self) -> IntArray:
@@ -175,7 +180,7 @@ class PromptChunks:
 
     @property
     def have_guesses(self) -> Mask:
-        """Which chunks consist of a row's last token and guesses, bool[num_chunks]."""
+        """Which chunks end with guesses, bool[num_chunks]."""
         return np.asarray(self.num_sampled > 1)
 
 
@@ -236,9 +241,10 @@ class Snapshots:
     position 0.
     ``saved_chunks`` [num_saved]: indices of the chunks in which the states after the row's first
     ``saved_positions`` tokens are kept as ``saved``. Ascending by chunk and position.
-    ``kept_rows`` [num_kept]: before the step computes anything, the states of these decoding rows
-    are copied to ``kept``: their states after all tokens before the positions in ``Decodes``, which
-    are multiples of ``WHOLE_EVERY``. No snapshot is in both ``kept`` and ``begun_from``.
+    ``kept_rows`` [num_kept]: before the step computes anything, the states of these rows, which
+    decode or go on in a chunk, are copied to ``kept``: their states after all tokens before the
+    positions in ``Decodes`` or ``PromptChunks``, which are multiples of ``WHOLE_EVERY``. No
+    snapshot is in both ``kept`` and ``begun_from``.
     """
 
     begun_from: IntArray = field(default_factory=_none)

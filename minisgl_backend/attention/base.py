@@ -344,6 +344,9 @@ class PagedAttention:
 
     ``can_capture``: decode steps can be captured in CUDA graphs. ``captures_chunks``: so can steps
     with prompt chunks. ``reads_groups``: it uses groups. ``expansion`` is for latents.
+    ``most_read_again``: if several tokens of a row are computed as decoding rows, each reads the
+    row's pages for itself; up to this number of positions, all that are read again together, that
+    takes less time than a chunk. None if it always does.
     """
 
     name: str
@@ -353,6 +356,7 @@ class PagedAttention:
     captures_chunks: bool = True
     reads_groups: bool = False
     expansion: ChunkExpansion | None = None
+    most_read_again: int | None = None
 
     def plan(self, decodes: DecodeRows | None, chunks: Chunks | None) -> Attend:
         """Prepare a step: the decoding rows, whose tokens come first, then the chunks.

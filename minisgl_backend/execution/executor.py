@@ -186,7 +186,7 @@ class ModelExecutor:
             return plan.decodes, plan.groups_by_index
         if self._states is not None:  # which go from one guess of a row to the next
             return Decodes(), NO_GROUPS
-        return as_decodes(plan, self._storage.page_size)
+        return as_decodes(plan, self.stages.attention.most_read_again)
 
     def _write(self, plan: StepPlan, loaded: list[Tensor]) -> None:
         """Queue everything that a plan does before anything is computed, except grants."""

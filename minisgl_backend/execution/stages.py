@@ -45,7 +45,8 @@ class ExecutorLimits:
     steps, and ``chunk_graph_sizes``, the numbers of tokens of steps with prompt chunks.
     ``scored_at_once`` limits the number of prompt positions whose logits are computed at once. With
     ``takes_masks``, decode steps with masked rows are also captured. With a ``section``, no chunk
-    crosses a multiple of it. ``most_guesses`` limits the number of guesses in a step.
+    crosses a multiple of it. ``most_guesses`` limits the number of guesses in a step, and
+    ``most_checks`` that of the rows that have some.
     """
 
     max_rows: int
@@ -57,6 +58,7 @@ class ExecutorLimits:
     takes_masks: bool = False
     section: int | None = None
     most_guesses: int = 0
+    most_checks: int = 0
 
 
 class Stages:

@@ -8,13 +8,14 @@ launches. These are the slots:
     [num_rows]                    the dummy row, whose states no request reads
     [num_rows + 1, num_slots)     snapshots
 
-The updates that states of rows may lack (``PendingUpdates``) are beside them, and there are none
-when a slot is copied.
+The updates that states of rows may lack (``PendingUpdates``) are beside them. There are none when a
+row's slot is copied, nor after another is copied to it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -22,11 +23,18 @@ import torch
 
 from minisgl_backend.device.base import Device
 from minisgl_backend.execution.flat_batch import FlatBatch
-from minisgl_backend.kernels.delta_runs import BLOCK, Run, Runs, num_blocks, runs_table
+from minisgl_backend.kernels.delta_runs import (
+    BLOCK,
+    Run,
+    Runs,
+    num_blocks,
+    runs_table,
+    table_size,
+)
 from minisgl_backend.kernels.gated_delta import DeltaStates
 from minisgl_backend.kernels.layer_states import LayerStates, PendingUpdates
 from minisgl_backend.models.spec import DeltaSpec, RecurrentSpec, state_bytes
-from minisgl_backend.plan import NO_SNAPSHOT
+from minisgl_backend.plan import NO_SNAPSHOT, WHOLE_EVERY
 from minisgl_backend.request import IntArray
 
 
@@ -59,9 +67,15 @@ class StateStorage:
                 (num_slots, shape.num_key_heads), dtype=torch.int32, device=device
             )
             make = partial(DeltaStates, readers=readers)
+        every = [PendingUpdates.none(num_rows + 1, *shape.updates, device) for _ in shape.layers]
+        self._begins = torch.stack([pending.begins for pending in every])  # [layers, rows, heads]
+        own = [
+            replace(pending, begins=begins)
+            for pending, begins in zip(every, self._begins, strict=True)
+        ]
         self.layers: Sequence[LayerStates] = [
-            make(*states, PendingUpdates.none(num_rows + 1, *shape.updates, device))
-            for states in zip(self._conv.unbind(1), self._matrices.unbind(1), strict=True)
+            make(*states)
+            for states in zip(self._conv.unbind(1), self._matrices.unbind(1), own, strict=True)
         ]
 
     def keep(self, rows: IntArray, snapshots: IntArray) -> None:
@@ -72,11 +86,16 @@ class StateStorage:
         """Copy snapshots to the rows whose chunks begin from them."""
         begun_from = batch.snapshots.begun_from
         resumes = begun_from != NO_SNAPSHOT
-        self._copy(begun_from[resumes] + self._first_snapshot, batch.chunk_rows[resumes])
+        rows = batch.chunk_rows[resumes]
+        self._copy(begun_from[resumes] + self._first_snapshot, rows)
+        starts = batch.positions[batch.chunk_offsets[:-1][resumes]]
+        for row, start in zip(rows.tolist(), starts.tolist(), strict=True):
+            self._begins[:, row] = start % WHOLE_EVERY
 
     def runs_of(self, batch: FlatBatch) -> list[Run]:
         """The chunks of ``batch``, with the slots of their rows and snapshots."""
         offsets, ends = batch.chunk_offsets.tolist(), batch.chunk_ends.tolist()
+        num_guesses = (batch.chunk_ends - batch.known_ends).tolist()
         snapshots = batch.snapshots
         positions = snapshots.saved_positions.tolist()
         slots = (snapshots.saved + self._first_snapshot).tolist()
@@ -87,7 +106,7 @@ class StateStorage:
             to_index = end - ends[chunk]  # from positions of the row
             own = range(saved[chunk], saved[chunk + 1])
             kept = tuple((positions[save] + to_index, slots[save]) for save in own)
-            runs.append(Run(begin, end, row, begin - to_index, kept))
+            runs.append(Run(begin, end, row, begin - to_index, kept, num_guesses[chunk]))
         return runs
 
     def _copy(self, sources: IntArray, targets: IntArray) -> None:
@@ -101,20 +120,29 @@ class CapturedRuns:
     """The chunks of captured steps of several sizes, in one buffer, written before each step."""
 
     def __init__(
-        self, states: StateStorage, device: Device, room: Callable[[int], int], most_tokens: int
+        self,
+        states: StateStorage,
+        device: Device,
+        room: Callable[[int], int],
+        most_tokens: int,
+        *,
+        most_checks: int = 0,
     ):
         """``room`` gives the number of chunks that a step of a given number of tokens may have;
-        ``most_tokens`` is the size of the largest step."""
+        ``most_tokens`` is the size of the largest step. Up to ``most_checks`` rows of a step have
+        guesses."""
         self._states = states
         self._device = device
         self._room = room
-        lines = self._most_blocks(most_tokens) + room(most_tokens)
-        self._buffer = torch.empty((lines, 4), dtype=torch.int32, device=device.torch_device)
+        self._most_checks = most_checks
+        most = table_size(self._most_blocks(most_tokens), room(most_tokens))
+        self._buffer = torch.empty(most, dtype=torch.int32, device=device.torch_device)
 
     def view(self, size: int) -> Runs:
         """The chunks of a step of ``size`` tokens."""
         num_lines = self._room(size)
-        return Runs.over(self._buffer[: self._most_blocks(size) + num_lines], num_lines)
+        used = table_size(self._most_blocks(size), num_lines)
+        return Runs.over(self._buffer[:used], num_lines)
 
     def fits(self, batch: FlatBatch, size: int) -> bool:
         """Whether a step of ``size`` tokens has room for the blocks of ``batch``. It must have room
@@ -129,8 +157,10 @@ class CapturedRuns:
         self._device.overwrite(self._buffer[: len(table)], table)
 
     def _most_blocks(self, size: int) -> int:
-        """Enough even if each chunk has a block that is not full, at its end or at a snapshot."""
-        return -(-size // BLOCK) + self._room(size)
+        """Enough even if each chunk has a block that is not full, at its end or at a snapshot, and
+        chunks with guesses another, before these."""
+        most_chunks = self._room(size)
+        return -(-size // BLOCK) + most_chunks + min(most_chunks, self._most_checks)
 
 
 def pending_bytes(shape: RecurrentSpec) -> int:

@@ -104,7 +104,8 @@ def _chunk_graphs(
     sizes, max_rows, runs = stages.limits.chunk_graph_sizes, stages.limits.max_rows, None
     if stages.states is not None:
         room = partial(max_chunks, max_rows=max_rows)
-        runs = CapturedRuns(stages.states, stages.device, room, sizes[-1])
+        most_checks = stages.limits.most_checks
+        runs = CapturedRuns(stages.states, stages.device, room, sizes[-1], most_checks=most_checks)
 
     def layers(inputs: ChunkInputs, grouped: bool) -> Tensor:
         size = len(inputs.tokens)

@@ -70,12 +70,10 @@ def causal_conv_runs_reference(
     """The twin of ``causal_conv_runs``."""
     for run in runs.listed():
         state = torch.zeros_like(states[0]) if run.is_fresh else states[run.slot]
-        begin = run.begin
-        for end, slot in (*run.kept, (run.end, run.slot)):
-            if begin < end:
-                out[begin:end], state = causal_conv(x[begin:end], state, weight, bias, silu=silu)
-            states[slot] = state
-            begin = end
+        for begin, end, slots in run.pieces():
+            out[begin:end], state = causal_conv(x[begin:end], state, weight, bias, silu=silu)
+            for slot in slots:
+                states[slot] = state
 
 
 def causal_conv(

@@ -152,7 +152,7 @@ def delta_runs(
     from minisgl_backend.kernels.triton_kernels.gated_delta_blocks import launch_chain, solve_blocks
     from minisgl_backend.kernels.triton_kernels.kimi_delta_blocks import solve_kimi_blocks
 
-    channels = inputs.channels
+    channels, pending = inputs.channels, states.pending
     convolved = torch.empty(channels.shape, dtype=channels.dtype, device=channels.device)
     causal_conv_runs(convolved, channels, states.conv, runs, weights.conv)
     solve = solve_kimi_blocks if weights.by_dimension else solve_blocks
@@ -171,7 +171,7 @@ def delta_runs(
         inputs.z,
         weights.norm,
         states.matrices,
-        states.pending.begins,
+        (pending.keys, pending.values, pending.decays, pending.begins),
         runs.blocks,
         runs.lines,
         eps=weights.eps,
@@ -203,15 +203,13 @@ def delta_runs_reference(
     for run in runs.listed():
         state = torch.zeros_like(matrices[0]) if run.is_fresh else matrices[run.slot]
         state = state.float()
-        begin = run.begin
-        for end, slot in (*run.kept, (run.end, run.slot)):
-            if begin < end:
-                q, k, v, g, beta = (of_all[begin:end] for of_all in each)
-                found, state = delta_rule(q, k, v, g, beta, state)
-                out[begin:end] = _gated(found, inputs.z[begin:end], weights)
-            matrices[slot] = stored(state, matrices.dtype)
-            begin = end
-        states.pending.clear(run.slot, run.end_position)
+        for begin, end, slots in run.pieces():
+            q, k, v, g, beta = (of_all[begin:end] for of_all in each)
+            found, state = delta_rule(q, k, v, g, beta, state)
+            out[begin:end] = _gated(found, inputs.z[begin:end], weights)
+            for slot in slots:
+                matrices[slot] = stored(state, matrices.dtype)
+        states.pending.clear(run.slot, run.known_end_position)
 
 
 def _heads(

@@ -8,9 +8,8 @@ k(i) v(i)^T its update, the state after token t is
 
     S = exp(d(t)) S' + sum over i <= t of exp(d(t) - d(i)) k(i) v(i)^T
 
-A run of several tokens begins with no update pending, and leaves none. The kernels for steps of few
-rows add those that they find, and leave none. No kernel leaves any if each dimension of a key
-decays by itself.
+The kernels for steps of few rows and for runs of several tokens add those that they find, and leave
+none. No kernel leaves any if each dimension of a key decays by itself.
 
 Knows only tensors. Must not know how an update is computed (``gated_delta``, ``mamba``), or whose a
 slot is.

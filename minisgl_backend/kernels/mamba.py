@@ -132,7 +132,7 @@ def mamba_runs(
         return
     from minisgl_backend.kernels.triton_kernels.mamba_blocks import launch_mamba_blocks
 
-    channels = inputs.channels
+    channels, pending = inputs.channels, states.pending
     convolved = torch.empty(channels.shape, dtype=channels.dtype, device=channels.device)
     causal_conv_runs(convolved, channels, states.conv, runs, weights.conv, weights.conv_bias)
     launch_mamba_blocks(
@@ -140,7 +140,7 @@ def mamba_runs(
         (inputs.z, convolved, inputs.steps),
         (weights.log_rates, weights.biases, weights.skips, weights.norm),
         states.matrices,
-        states.pending.begins,
+        (pending.keys, pending.values, pending.decays, pending.begins),
         runs.blocks,
         runs.lines,
         num_groups=weights.num_groups,
@@ -178,16 +178,14 @@ def mamba_runs_reference(
     for run in runs.listed():
         state = torch.zeros_like(matrices[0]) if run.is_fresh else matrices[run.slot]
         state = state.float()
-        begin = run.begin
-        for end, slot in (*run.kept, (run.end, run.slot)):
-            if begin < end:
-                x, writers, readers, steps, decays = (of_all[begin:end] for of_all in each)
-                found, state = scan(x, writers, readers, steps, decays, state)
-                found += x * weights.skips.float()[:, None]
-                out[begin:end] = _gated(found, inputs.z[begin:end], weights)
-            matrices[slot] = stored(state, matrices.dtype)
-            begin = end
-        states.pending.clear(run.slot, run.end_position)
+        for begin, end, slots in run.pieces():
+            x, writers, readers, steps, decays = (of_all[begin:end] for of_all in each)
+            found, state = scan(x, writers, readers, steps, decays, state)
+            found += x * weights.skips.float()[:, None]
+            out[begin:end] = _gated(found, inputs.z[begin:end], weights)
+            for slot in slots:
+                matrices[slot] = stored(state, matrices.dtype)
+        states.pending.clear(run.slot, run.known_end_position)
 
 
 def _parts(

@@ -71,16 +71,24 @@ class StateSnapshots:
         """
         for index in np.flatnonzero(positions == self._rows.keeps_at[rows]).tolist():
             row, position = int(rows[index]), int(positions[index])
-            sequence = self._rows.sequence(row)
-            self._rows.keeps_at[row] = self._keeps_at(position + 1, position)
-            if position > max(len(sequence.tokens), int(self._rows.computed[row]) + 1):
-                continue
-            number = (
-                self._cache.take_snapshot(rolls=True) if sequence.kept is None else sequence.kept[1]
-            )
+            num_known = max(len(self._rows.sequence(row).tokens), int(self._rows.computed[row]) + 1)
+            number = self._kept_at(row, position, are_known=position <= num_known)
             if number is not None:
-                sequence.kept = position, number
                 draft.keep(row, number)
+
+    def keep_in_chunk(self, row: int, start: int, end: int, draft: Draft) -> None:
+        """The same for a row that decodes by the chunk that ``draft`` got last, whose tokens from
+        ``start`` up to ``end`` are known and computed at once."""
+        position = end // self._kept_every * self._kept_every
+        if position < max(start, int(self._rows.keeps_at[row])):
+            return
+        number = self._kept_at(row, position, are_known=True)
+        if number is None:
+            return
+        if position == start:
+            draft.keep(row, number)
+        else:
+            draft.save(position, number)
 
     def verify(self, sequence: Sequence) -> None:
         """Let others find what chunks have saved, now that a finite token was sampled after it."""
@@ -107,6 +115,19 @@ class StateSnapshots:
         num_held = sum(len(one.snapshots) + (one.kept is not None) for one in sequences)
         if self._cache.num_taken_snapshots != num_held:
             raise InvariantError("not exactly the snapshots that rows hold are taken")
+
+    def _kept_at(self, row: int, position: int, *, are_known: bool) -> int | None:
+        """The snapshot that keeps the row's states before ``position``; None if there is none, or
+        unless all tokens before it ``are_known``. The next position is chosen in any case."""
+        sequence = self._rows.sequence(row)
+        self._rows.keeps_at[row] = self._keeps_at(position + 1, position)
+        if not are_known:
+            return None
+        kept = sequence.kept
+        number = self._cache.take_snapshot(rolls=True) if kept is None else kept[1]
+        if number is not None:
+            sequence.kept = position, number
+        return number
 
     def _worth_saving(self, sequence: Sequence) -> tuple[int, ...]:
         """The positions after which another request may begin: where this one diverges from cached

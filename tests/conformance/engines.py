@@ -184,6 +184,7 @@ class TinyEngine(AbstractContextManager["TinyEngine"]):
                 scored_at_once=scored_at_once,
                 takes_masks=takes_masks,
                 most_guesses=speculative_tokens * MAX_ROWS,
+                most_checks=MAX_ROWS if speculative_tokens else 0,
             ),
             adapter_slots=adapter_slots,
             adapter_store=adapter_store,

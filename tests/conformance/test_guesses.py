@@ -33,14 +33,19 @@ OPTIONS: Final[dict[str, dict[str, Any]]] = {
     "whole": {"page_size": 1, "radix": False, "overlap": False, "chunk": 512},
     "retracted": {"page_size": 4, "num_positions": 240, "reserve_tokens": 0},
 }
-FULL: Final = ("qwen3", "mistral-window")
+FULL: Final = ("qwen3", "mistral-window", "qwen3.5", "nemotron-h", "lfm2")
 """Cases that run with all ``OPTIONS``."""
-OTHERS: Final = ("gpt-oss", "llama4", "deepseek-v2", "qwen3-moe")
-"""Window pages of half the layers, sections, latents and experts."""
+OTHERS: Final = (
+    *("gpt-oss", "llama4", "deepseek-v2", "qwen3-moe"),
+    *("kimi-linear", "qwen3-next", "olmo-hybrid", "granite-hybrid"),
+)
+"""Window pages of half the layers, sections, latents and experts; recurrent states beside latents,
+and of each of the remaining kinds."""
 BY_NIGHT: Final = (
     *("apertus", "cohere2", "deepseek-v3", "ernie-moe", "exaone4", "gemma2", "gemma3"),
     *("gemma4-per-layer", "glm4", "granite-moe", "kolibri1", "laguna", "llama", "minimax-m2"),
     *("mistral4", "olmo3", "phi3", "qwen2-moe", "smollm3", "starcoder2"),
+    *("bamba", "falcon-h1", "lfm2-moe", "nemotron-h-experts", "qwen3.5-experts"),
 )
 
 
@@ -127,6 +132,24 @@ def test_tokens_of_adapters(tmp_path: Path) -> None:
     for prompt, sampling, pick, tokens in given:
         if sampling is GREEDY:
             assert_best(models[pick], prompt, tokens)
+
+
+@pytest.mark.parametrize("page_size", [8, 16])
+@pytest.mark.parametrize("case", ["qwen3.5", "nemotron-h", "lfm2"])
+def test_the_next_turn_goes_on_from_states_beside_guesses(
+    case: str, page_size: int, tmp_path: Path
+) -> None:
+    """They are kept while a row's guesses are checked, and hold no guess."""
+    theirs = write_checkpoint(case, tmp_path)
+    model, greedy = load_model(tmp_path, context=CONTEXT), [GREEDY]
+    prompt = prompts()[0]
+    with TinyEngine(model, context=CONTEXT, page_size=page_size, speculative_tokens=5) as engine:
+        said = engine.run([prompt], greedy).tokens[0]
+        assert_some_right(engine)
+        turn = np.array([*prompt, *said, *FEW], np.int32)
+        found = engine.run([turn], greedy)
+    assert found.num_cached_tokens > len(prompt) + len(said) // 2
+    assert_best(theirs, turn, found.tokens[0])
 
 
 def test_logprobs_are_those_without_guesses(tmp_path: Path) -> None:

@@ -136,6 +136,7 @@ class _State:
 
     context: int = 0
     has_nan: bool = False
+    position: int = 0
 
 
 @dataclass(slots=True)
@@ -259,13 +260,17 @@ class FakeExecutor:
             if self.has_states:
                 self._begin_state(row, position, int(snapshots.begun_from[chunk]))
             saved = np.flatnonzero(snapshots.saved_chunks == chunk)
-            saves = zip(snapshots.saved_positions[saved], snapshots.saved[saved], strict=True)
+            positions, numbers = snapshots.saved_positions[saved], snapshots.saved[saved]
+            saves = dict(zip(positions.tolist(), numbers.tolist(), strict=True))
             tokens = chunks.tokens[start : start + length].tolist()
             start += length
+            self._go_back(row, position)
             if num_sampled > 1:
-                sampled += self._check_guesses(row, position, tokens)
+                known, guesses = tokens[: 1 - num_sampled], tokens[1 - num_sampled :]
+                self._write(row, position, known, saves)
+                sampled += self._check_guesses(row, guesses, saves)
                 continue
-            self._write(row, position, tokens, dict(saves))
+            self._write(row, position, tokens, saves)
             if num_sampled:
                 sampled.append(self._sample(row))
         decodes = plan.decodes
@@ -345,11 +350,13 @@ class FakeExecutor:
         snapshots, numbers = plan.snapshots, plan.snapshots.kept.tolist()
         assert len(numbers) == len(set(numbers))
         assert not set(numbers) & set(snapshots.begun_from.tolist())
-        assert np.isin(snapshots.kept_rows, plan.decodes.rows).all()
-        decodes = plan.decodes
+        assert not len(snapshots.kept_rows) or self.has_states
+        decodes, chunks = plan.decodes, plan.chunks
         positions = dict(zip(decodes.rows.tolist(), decodes.positions.tolist(), strict=True))
+        positions |= dict(zip(chunks.rows.tolist(), chunks.starts.tolist(), strict=True))
         for row, number in _lines(snapshots.kept_rows, snapshots.kept):
             assert positions[row] % WHOLE_EVERY == 0, "states are whole"
+            assert positions[row] == self._rows[row].state.position
             self._snapshots[number] = self._rows[row].state
             self.num_kept += 1
 
@@ -386,22 +393,30 @@ class FakeExecutor:
                 self._window_is_nan[page, position % self.page_size] = is_nan
             context = _add(context, kv, position)
             carried = _add(state.state.context, kv, position)
-            state.state = _State(carried, state.state.has_nan or is_nan)
             position += 1
+            state.state = _State(carried, state.state.has_nan or is_nan, position)
             if saves and position in saves:
                 self._snapshots[saves[position]] = state.state
         state.computed = position
 
-    def _check_guesses(self, row: int, position: int, tokens: list[int]) -> list[int]:
-        """Compute a row's last token and guesses, and sample after each. The row goes on after the
-        guesses that were right, and forgets its last token."""
-        state, sampled = self._rows[row], list[int]()
-        for index, token in enumerate(tokens):
-            self._write(row, position + index, [token])
+    def _go_back(self, row: int, position: int) -> None:
+        """Compute positions of right guesses again, which the row's state has not taken in."""
+        state = self._rows[row]
+        if self.has_states and position < state.computed:
+            assert position == state.state.position, "a chunk begins where the states are"
+            state.computed = position
+
+    def _check_guesses(self, row: int, guesses: list[int], saves: Mapping[int, int]) -> list[int]:
+        """Sample, and compute each guess and sample after it. The row goes on after the guesses
+        that were right, with the state before all of them, and forgets its last token."""
+        state, sampled = self._rows[row], [self._sample(row)]
+        first, before = state.computed, state.state
+        for index, token in enumerate(guesses):
+            self._write(row, first + index, [token], saves)
             sampled.append(self._sample(row))
-        pairs = zip(tokens[1:], sampled, strict=False)
+        pairs = zip(guesses, sampled, strict=False)
         num_right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        state.computed, state.last_token = position + 1 + num_right, NO_TOKEN
+        state.computed, state.last_token, state.state = first + num_right, NO_TOKEN, before
         return sampled
 
     def _reads_nan(self, row: int, start: int, end: int) -> bool:

@@ -291,7 +291,7 @@ def random_setup(rng: random.Random) -> Setup:
 def with_guesses(setup: Setup) -> Setup:
     """The same with guesses, at tokens of which there are so few that they repeat themselves. What
     comes after a wrong guess must be finite, too, which the oracle does not know."""
-    return replace(setup, num_snapshots=None, speculative_tokens=5, model=Model(vocabulary=2))
+    return replace(setup, speculative_tokens=5, model=Model(vocabulary=2))
 
 
 def random_request(rng: random.Random, setup: Setup, number: int) -> Request:

@@ -123,8 +123,46 @@ def test_delta_step(
 def test_pending_updates_are_added(device: torch.device, dtype: torch.dtype) -> None:
     """A state with updates that another kernel has left gives what the whole one gives."""
     weights, slots = made_weights(TINY, device, dtype), torch.tensor([1, 3, 0], device=device)
-    states, wanted = made_states(TINY, 4, device, dtype)
+    states, wanted = states_with_updates(device, dtype)
     positions = torch.tensor([WHOLE_EVERY + 2, WHOLE_EVERY - 1, 5], device=device)
+    inputs = made_inputs(TINY, len(slots), device, dtype)
+    out, expected = (torch.empty_like(inputs.z).contiguous() for _ in range(2))
+    gated_delta.delta_step_reference(expected, inputs, weights, wanted, slots)
+    gated_delta.delta_step(out, inputs, weights, states, slots, positions)
+    assert_close(out, expected, tolerance=2 * TOLERANCE[dtype])
+    assert relative_error(states.matrices, wanted.matrices) < 2e-3
+    begins = torch.tensor([6, 3, 0, 0], device=device)[:, None]
+    assert (states.pending.begins == begins).all()
+
+
+def test_runs_add_pending_updates(device: torch.device, dtype: torch.dtype) -> None:
+    """The same for runs with guesses and without; after them nothing is pending."""
+    weights = made_weights(TINY, device, dtype)
+    states, wanted = states_with_updates(device, dtype)
+    several = (
+        Run(0, 5, 1, WHOLE_EVERY + 2, (), 2),
+        Run(5, 8, 3, WHOLE_EVERY - 1, ((6, 2),), 1),
+        Run(8, 80, 0, 5),
+    )
+    inputs, runs = made_inputs(TINY, 80, device, dtype), runs_on(device, several)
+    out, expected = (torch.empty_like(inputs.z).contiguous() for _ in range(2))
+    gated_delta.delta_runs_reference(expected, inputs, weights, wanted, runs)
+    gated_delta.delta_runs(out, inputs, weights, states, runs)
+    tolerance = 5e-5 if dtype == torch.float32 else 2 * TOLERANCE[dtype]
+    assert relative_error(out, expected) < tolerance
+    for slot, matrix in enumerate(states.matrices):
+        assert relative_error(matrix, wanted.matrices[slot]) < tolerance
+    begins = torch.tensor([5, 5, 0, 1], device=device)[:, None]  # slot 2 is a snapshot
+    assert (states.pending.begins == begins).all()
+
+
+def states_with_updates(
+    device: torch.device, dtype: torch.dtype
+) -> tuple[DeltaStates, DeltaStates]:
+    """States of four rows, for the first of which the next position is 5, for the second
+    ``WHOLE_EVERY + 2``, and for the last ``WHOLE_EVERY - 1``; with updates pending in these two,
+    and the same states with nothing pending."""
+    states, wanted = made_states(TINY, 4, device, dtype)
     pending = states.pending
     for of_pending in (pending.keys, pending.values):
         of_pending.normal_()
@@ -138,13 +176,7 @@ def test_pending_updates_are_added(device: torch.device, dtype: torch.dtype) -> 
                 left = (decays[end - 1] - decays[place]).exp()
                 key = pending.keys[slot, key_head, place]
                 state += left * torch.outer(key, pending.values[slot, head, place])
-    inputs = made_inputs(TINY, len(slots), device, dtype)
-    out, expected = (torch.empty_like(inputs.z).contiguous() for _ in range(2))
-    gated_delta.delta_step_reference(expected, inputs, weights, wanted, slots)
-    gated_delta.delta_step(out, inputs, weights, states, slots, positions)
-    assert_close(out, expected, tolerance=2 * TOLERANCE[dtype])
-    assert relative_error(states.matrices, wanted.matrices) < 2e-3
-    assert (pending.begins == torch.tensor([6, 3, 0, 0], device=device)[:, None]).all()
+    return states, wanted
 
 
 @pytest.mark.parametrize(
@@ -159,8 +191,9 @@ def test_pending_updates_are_added(device: torch.device, dtype: torch.dtype) -> 
 def test_steps_of_many_rows(
     device: torch.device, key_heads: int, heads: int, width: int, state_dtype: torch.dtype
 ) -> None:
-    """The kernel that leaves updates pending, from all places on, with steps of the other one
-    in between. States are whole when the next position is a multiple of ``WHOLE_EVERY``."""
+    """The kernel that leaves updates pending, from all places on, with steps of the other one and
+    a check of guesses in between. States are whole when the next position is a multiple of
+    ``WHOLE_EVERY``."""
     if is_interpreted():
         pytest.skip("needs a GPU")
     from minisgl_backend.kernels.cuda.delta_step import HEAD_DIM, DeltaStepKernel
@@ -179,6 +212,14 @@ def test_steps_of_many_rows(
     states.pending.begins[slots[rows]] = positions[rows, None] % WHOLE_EVERY
     tolerance = 2 * max(TOLERANCE[dtype], TOLERANCE[state_dtype])
     for step in range(3 * WHOLE_EVERY):
+        if step == WHOLE_EVERY + 3:
+            check = Run(0, 9, int(slots[1]), int(positions[1]), (), 4)
+            inputs, runs = made_inputs(shape, check.end, device, dtype), runs_on(device, [check])
+            out, expected = (torch.empty_like(inputs.z).contiguous() for _ in range(2))
+            gated_delta.delta_runs_reference(expected, inputs, weights, wanted, runs)
+            gated_delta.delta_runs(out, inputs, weights, states, runs)
+            assert relative_error(out, expected) < tolerance
+            positions[1] = check.known_end_position
         inputs = made_inputs(shape, len(slots), device, dtype)
         out, expected = (torch.full_like(inputs.z, 7.0).contiguous() for _ in range(2))
         gated_delta.delta_step_reference(expected, inputs, weights, wanted, slots)
@@ -200,7 +241,8 @@ RUNS = [
     (Run(0, 1, 3, 0),),
     (Run(0, 2, 3, 5, ((1, 5),)), Run(2, 4, 1, 0, ((3, 6), (4, 7)))),
     (Run(0, 64, 2, 16), Run(64, 129, 0, 0), Run(129, 131, 1, 7)),
-    (Run(5, 205, 1, 33, ((21, 4), (85, 5), (205, 6))), Run(205, 268, 0, 0, ((253, 7),))),
+    (Run(0, 5, 3, 6, (), 4), Run(5, 80, 1, 0, ((16, 4), (21, 5)), 59), Run(80, 150, 2, 9, (), 69)),
+    (Run(5, 205, 1, 33, ((21, 4), (85, 5), (205, 6))), Run(205, 268, 0, 0, ((253, 7),), 5)),
 ]
 """Tokens before the first are those of decoding rows."""
 
@@ -320,14 +362,18 @@ def test_large_states_stay_finite(
 
 
 def test_runs_are_cut_into_blocks() -> None:
-    runs = Runs.of([Run(0, 70, 2, 300, ((66, 9),)), Run(70, 71, 1, 0)], torch.from_numpy)
+    one = Run(0, 70, 2, 300, ((66, 9),))
+    runs = Runs.of([one, Run(70, 71, 1, 0), Run(71, 75, 0, 4, ((72, 5),), 2)], torch.from_numpy)
     assert runs.blocks.tolist() == [
         [0, 64, -1, 0],
         [64, 66, 9, 0],
         [66, 70, -1, 0],
         [70, 71, -1, 1],
+        [71, 72, 5, 2],
+        [72, 73, -1, 2],
+        [73, 75, -1, 2],
     ]
-    assert runs.lines.tolist() == [[0, 3, 2, 300], [3, 4, 1, 0]]
+    assert runs.lines.tolist() == [[0, 3, 2, 300, 3], [3, 4, 1, 0, 4], [4, 7, 0, 4, 6]]
     assert runs.blocks.dtype == torch.int32
     assert np.diff(runs.lines[:, :2].numpy()).sum() == len(runs.blocks)
 

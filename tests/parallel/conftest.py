@@ -14,7 +14,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of checkpoints by case; all have four query heads and two key-value heads, except
     ``eight-heads``."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    for case in ("llama", "qwen3", "qwen3-moe", "gpt-oss", "llama4", "mistral-window"):
+    for case in ("llama", "qwen3", "qwen3-moe", "gpt-oss", "llama4", "mistral-window", "qwen3.5"):
         write_checkpoint(case, folder / case)
     write_checkpoint_of_eight_heads(folder / "eight-heads")
     return folder

@@ -124,9 +124,10 @@ def test_tokens_of_attention_in_sections(
         check_equal(serve(ranked), of_one_rank("llama4"))
 
 
-def test_guesses_do_not_change_tokens(checkpoints: Path) -> None:
+@pytest.mark.parametrize("case", ["qwen3", "qwen3.5"])
+def test_guesses_do_not_change_tokens(checkpoints: Path, case: str) -> None:
     """Rows repeat themselves: first greedy ones, whose ranks compare the best of their own logits,
-    then those that sample from three tokens."""
+    then those that sample from three tokens. With recurrent states only the latter do."""
     few = SamplingParams(
         max_tokens=40,
         seed=3,
@@ -137,11 +138,12 @@ def test_guesses_do_not_change_tokens(checkpoints: Path) -> None:
         [SamplingParams(max_tokens=40, temperature=0.0)] * 6,
         [few, replace(few, temperature=0.0), replace(few, num_logprobs=1)] * 2,
     ]
+    waves = waves if case == "qwen3" else waves[1:]
     prompts = some_prompts(6, vocab_size=3)
     answers = []
     for size, num_tokens in ((1, 0), (2, 5)):
         options = {**OPTIONS, "speculative_tokens": num_tokens}
-        with ranked_engine(size, checkpoints / "qwen3", **options) as ranked:
+        with ranked_engine(size, checkpoints / case, **options) as ranked:
             num_right, found = 0, list[Answer]()
             for wave in waves:
                 found += map(ranked.submit, prompts, wave)
@@ -152,7 +154,8 @@ def test_guesses_do_not_change_tokens(checkpoints: Path) -> None:
                     assert num_right < stats.num_right_guesses < stats.num_guesses
                 num_right = stats.num_right_guesses
         answers.append(found)
-    check_equal(*answers)
+    # norms of what recurrent heads read magnify rounding errors
+    check_equal(*answers, tolerance=1e-6 if case == "qwen3" else 1e-4)
 
 
 def test_tokens_of_steps_that_do_not_overlap(
@@ -231,7 +234,7 @@ def _all_pages_back(ranked: Ranked) -> bool:
     return pages.free_pages + pages.cached_pages == pages.total_pages
 
 
-def check_equal(found: list[Answer], expected: list[Answer]) -> None:
+def check_equal(found: list[Answer], expected: list[Answer], *, tolerance: float = 1e-6) -> None:
     for index, (answer, wanted) in enumerate(zip(found, expected, strict=True)):
         assert answer.error is None
         assert answer.tokens == wanted.tokens, f"request {index}"
@@ -239,11 +242,11 @@ def check_equal(found: list[Answer], expected: list[Answer]) -> None:
             assert (one is None) is (other is None)
             if one is not None and other is not None:
                 assert one.rank == other.rank
-                assert one.logprob == pytest.approx(other.logprob, abs=1e-6)
+                assert one.logprob == pytest.approx(other.logprob, abs=tolerance)
         scores = zip(answer.prompt_logprobs, wanted.prompt_logprobs, strict=True)
         for score, expected_score in scores:
             assert score.rank == expected_score.rank
-            assert score.logprob == pytest.approx(expected_score.logprob, abs=1e-6)
+            assert score.logprob == pytest.approx(expected_score.logprob, abs=tolerance)
             ids = [token for token, _ in score.alternatives]
             assert ids == [token for token, _ in expected_score.alternatives]
     assert sum(len(answer.prompt_logprobs) > 0 for answer in found) >= 4

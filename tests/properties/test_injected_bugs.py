@@ -241,7 +241,8 @@ def last_token_not_told(patch: pytest.MonkeyPatch) -> None:
 def wrong_guesses_not_taken_back(patch: pytest.MonkeyPatch) -> None:
     """A row decodes on after all its guesses, the wrong ones included."""
 
-    def go_on(self: RunningRows, row: int) -> None:
+    def go_on(self: RunningRows, row: int, *, lag: int) -> None:
+        self.lag[row] = lag
         self.untold[row] = self.last_token(row)
         self.start_decoding(row)
 
@@ -268,6 +269,34 @@ def accepted_after_a_wrong_guess(patch: pytest.MonkeyPatch) -> None:
         return take(self, plan, tokens, scored)
 
     patch.setattr(Intake, "_take_guessed", believe)
+
+
+def states_not_caught_up(patch: pytest.MonkeyPatch) -> None:
+    """Right guesses are taken to be in a row's recurrent state, which stopped before them."""
+    go_on = RunningRows.go_on_from_guesses
+    patch.setattr(
+        RunningRows, "go_on_from_guesses", lambda self, row, *, lag: go_on(self, row, lag=0)
+    )
+
+
+def states_caught_up_too_far(patch: pytest.MonkeyPatch) -> None:
+    """A row's recurrent state is said to have taken in one token less than it has."""
+    go_on = RunningRows.go_on_from_guesses
+    patch.setattr(
+        RunningRows,
+        "go_on_from_guesses",
+        lambda self, row, *, lag: go_on(self, row, lag=lag + (lag > 0)),
+    )
+
+
+def kept_with_guesses(patch: pytest.MonkeyPatch) -> None:
+    """The state of a row is kept after guesses, right or wrong."""
+    keep = StateSnapshots.keep_in_chunk
+
+    def further(self: StateSnapshots, row: int, start: int, end: int, draft: Draft) -> None:
+        keep(self, row, start, start + len(draft._tokens[-1]), draft)
+
+    patch.setattr(StateSnapshots, "keep_in_chunk", further)
 
 
 def without_guards(patch: pytest.MonkeyPatch) -> None:
@@ -308,6 +337,9 @@ BUGS_OF_GUESSES: dict[Inject, int] = {
     last_token_not_told: 0,
     wrong_guesses_not_taken_back: 0,
     accepted_after_a_wrong_guess: 0,
+    states_not_caught_up: 11,
+    states_caught_up_too_far: 11,
+    kept_with_guesses: 142,
 }
 """The same in workloads with guesses."""
 ALL_BUGS = BUGS | BUGS_OF_GUESSES

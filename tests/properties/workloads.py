@@ -25,7 +25,7 @@ def setups(draw: st.DrawFn) -> Setup:
     longest = page_size * min(num_pages, 30 if page_size == 1 else 4)
     # what comes after a wrong guess must be finite, too, which the oracle does not know
     is_finite, speculative_tokens = draw(st.booleans()), 0
-    if is_finite and num_snapshots is None:
+    if is_finite:
         speculative_tokens = draw(st.sampled_from([0, 1, 5, 20]))
     return Setup(
         page_size=page_size,

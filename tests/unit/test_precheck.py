@@ -330,15 +330,6 @@ def test_heads_of_mamba_must_split(folder: Path) -> None:
         checked_spec(EngineOptions(load_format="dummy", tensor_parallel_size=3), folder, "cpu")
 
 
-def test_nothing_is_guessed_with_recurrent_states(folder: Path) -> None:
-    config = {**SHAPES["nemotron-nano-9b"], "vocab_size": 2048}
-    (folder / "config.json").write_text(json.dumps(config))
-    options = EngineOptions(load_format="dummy")
-    checked_spec(options, folder, None)
-    with pytest.raises(ConfigError, match="speculative_tokens: NemotronHForCausalLM has recurrent"):
-        checked_spec(replace(options, speculative_tokens=1), folder, None)
-
-
 def test_latents_take_no_adapters(folder: Path) -> None:
     config = {**SHAPES["deepseek-v2-lite"], "vocab_size": 2048, "num_hidden_layers": 2}
     (folder / "config.json").write_text(json.dumps(config))

@@ -75,18 +75,15 @@ def speculation(
         raise click.UsageError("--speculative-tokens must be above 0")
     if max(batch_sizes) > options.speculative_max_requests:
         raise click.UsageError("--batch-size is at most --speculative-max-requests")
-    checked = max(batch_sizes) * (1 + options.speculative_tokens)
-    if 2 * checked > options.max_prefill_tokens:
-        raise click.UsageError(
-            f"--max-prefill-tokens must be at least {2 * checked}, so that a step checks all "
-            "guesses"
-        )
+    _check_budget(options, max(batch_sizes), has_states=False)
     check_batches(batch_sizes, options)
 
     def measured(options: EngineOptions) -> tuple[EngineInfo, list[float]]:
         lengths = {"prompt_tokens": prompt_tokens, "output_tokens": output_tokens}
         lengths["guesses"] = options.speculative_tokens
         with running_engine(options) as (engine, _):
+            has_states = engine.info.num_snapshots is not None
+            _check_budget(options, max(batch_sizes), has_states=has_states)
             for batch in batch_sizes:  # compiles the kernels that are left
                 step_ms(engine, batch, **lengths)
             return engine.info, [step_ms(engine, batch, **lengths) for batch in batch_sizes]
@@ -105,3 +102,14 @@ def speculation(
             times_as_fast_at_most=round((1 + guesses) * plain_ms / check_ms, 2),
         )
     report.emit(json_path)
+
+
+def _check_budget(options: EngineOptions, batch: int, *, has_states: bool) -> None:
+    """Refuse what would leave a step no room for all guesses of ``batch`` requests. With recurrent
+    states it computes the last ones again."""
+    tokens = 1 + options.speculative_tokens * (2 if has_states else 1)
+    least = 2 * batch * tokens
+    if options.speculative_tokens and least > options.max_prefill_tokens:
+        raise click.UsageError(
+            f"--max-prefill-tokens must be at least {least}, so that a step checks all guesses"
+        )

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from minisgl_backend.kernels.delta_runs import BLOCK
 from minisgl_backend.kernels.triton_kernels.gated_delta_blocks import silu
+from minisgl_backend.kernels.triton_kernels.pending_updates import RUN
 
 
 @triton.jit
@@ -48,7 +49,7 @@ def _conv_blocks(
     if start >= end:
         return
     kept = tl.load(block_ptr + 2).to(tl.int64)
-    run_ptr = runs_ptr + tl.load(block_ptr + 3) * 4
+    run_ptr = runs_ptr + tl.load(block_ptr + 3) * RUN
     first = tl.load(blocks_ptr + tl.load(run_ptr) * 4)
     slot = tl.load(run_ptr + 2).to(tl.int64)
     is_known = tl.load(run_ptr + 3) > 0
@@ -99,12 +100,12 @@ def _keep_inputs(
     WIDTH: tl.constexpr,
     PART: tl.constexpr,
 ):
-    run_ptr = runs_ptr + tl.program_id(0) * 4
+    run_ptr = runs_ptr + tl.program_id(0) * RUN
     slot = tl.load(run_ptr + 2).to(tl.int64)
     if slot < 0:
         return
     first = tl.load(blocks_ptr + tl.load(run_ptr) * 4)
-    end = tl.load(blocks_ptr + (tl.load(run_ptr + 1) - 1) * 4 + 1)
+    end = tl.load(blocks_ptr + (tl.load(run_ptr + 4) - 1) * 4 + 1)  # of what is known
     is_known = tl.load(run_ptr + 3) > 0
     c = tl.program_id(1) * PART + tl.arange(0, PART)
     mask = c < CHANNELS

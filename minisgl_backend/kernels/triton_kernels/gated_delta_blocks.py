@@ -2,7 +2,8 @@
 
     _solve_blocks     for each block, everything that does not depend on earlier states
     _chain_blocks     the states, from block to block, and what the tokens read of them
-    _gated_norm       the norm and the gate of the output
+    _gated_norm       the norm and the gate of the output; and where updates of rows that may be
+                      pending begin, which all programs of a run have read by then
 
 If each dimension of a key decays by itself, the first is another kernel (``kimi_delta_blocks``).
 Blocks and runs may be padding (``kernels.delta_runs``, which has their columns), whose programs end
@@ -21,6 +22,7 @@ from torch import Tensor
 from minisgl_backend.kernels.delta_runs import BLOCK
 from minisgl_backend.kernels.dispatch import shared_bytes
 from minisgl_backend.kernels.shared_memory import most_bytes
+from minisgl_backend.kernels.triton_kernels.pending_updates import RUN, settled, with_pending
 from minisgl_backend.plan import WHOLE_EVERY
 
 EPS = tl.constexpr(1e-6)  # added to the squared length of queries and keys
@@ -213,6 +215,9 @@ def _solve_blocks(
 def _chain_blocks(
     out_ptr,
     states_ptr,
+    pending_keys_ptr,
+    pending_values_ptr,
+    pending_decays_ptr,
     begins_ptr,
     queries_ptr,
     keys_ptr,
@@ -237,13 +242,14 @@ def _chain_blocks(
     PRECISION: tl.constexpr,
 ):
     """For a run, a head and a part of its values, from what was solved for each block."""
-    run_ptr = runs_ptr + tl.program_id(0) * 4
+    run_ptr = runs_ptr + tl.program_id(0) * RUN
     head = tl.program_id(1)
     first, last = tl.load(run_ptr), tl.load(run_ptr + 1)
     slot = tl.load(run_ptr + 2).to(tl.int64)
     if slot < 0:
         return
     position = tl.load(run_ptr + 3)  # of the first token; if it is 0, there is no state yet
+    known = tl.load(run_ptr + 4)  # the first block of guesses, or the one after the last
     n, i = tl.arange(0, TOKENS), tl.arange(0, KP)
     j = tl.program_id(2) * PART + tl.arange(0, PART)
     in_v = j < V
@@ -255,6 +261,22 @@ def _chain_blocks(
     state = tl.load(head_ptr + slot * slot_stride, mask=in_state & (position > 0), other=0.0)
     state = state.to(tl.float32)
     key_head = head // (HEADS // KEY_HEADS)
+    if not BY_DIMENSION:  # otherwise no kernel leaves updates pending
+        of_head = slot * HEADS + head
+        pending, place = tl.load(begins_ptr + of_head), position % EVERY
+        if pending < place:
+            state = with_pending(
+                state,
+                pending_keys_ptr + (slot * KEY_HEADS + key_head) * (EVERY * K),
+                pending_values_ptr + of_head * (EVERY * V),
+                pending_decays_ptr + of_head * EVERY,
+                pending,
+                place,
+                i,
+                j,
+                K,
+                V,
+            )
     of_keys = n[:, None] * KP + i[None, :]
     of_within = n[:, None] * TOKENS + n[None, :]
     of_values = n[:, None] * VP + j[None, :]
@@ -289,32 +311,42 @@ def _chain_blocks(
         state = tl.dot(tl.trans(keys), new.to(kind), state * left, input_precision=PRECISION)
         to = out_ptr + (t[:, None] * HEADS + head) * V + j[None, :]
         tl.store(to, found.to(out_ptr.dtype.element_ty), mask=inside[:, None] & in_v[None, :])
-        if copy >= 0:
-            tl.store(head_ptr + copy * slot_stride, stored(state, state_kind), mask=in_state)
-    tl.store(head_ptr + slot * slot_stride, stored(state, state_kind), mask=in_state)
-    if not BY_DIMENSION and tl.program_id(2) == 0:
-        num_tokens = tl.load(blocks_ptr + last * 4 - 3) - tl.load(blocks_ptr + first * 4)
-        tl.store(begins_ptr + slot * HEADS + head, (position + num_tokens) % EVERY)
+        row_takes = block + 1 == known
+        if (copy >= 0) | row_takes:  # one branch takes fewer registers than two
+            kept = stored(state, state_kind)
+            tl.store(head_ptr + copy * slot_stride, kept, mask=in_state & (copy >= 0))
+            tl.store(head_ptr + slot * slot_stride, kept, mask=in_state & row_takes)
 
 
-@triton.jit(do_not_specialize=["last_block"], do_not_specialize_on_alignment=["blocks_ptr"])
+@triton.jit(
+    do_not_specialize=["num_runs", "last_block"],
+    do_not_specialize_on_alignment=["blocks_ptr", "runs_ptr"],
+)
 def _gated_norm(
     out_ptr,
+    begins_ptr,
     z_ptr,
     norm_ptr,
     blocks_ptr,
+    runs_ptr,
     z_stride,
     num_lines,
+    num_runs,
     last_block,
     eps,
     HEADS: tl.constexpr,
     V: tl.constexpr,
     VP: tl.constexpr,
     LINES: tl.constexpr,
+    EVERY: tl.constexpr,
+    BY_DIMENSION: tl.constexpr,
     SIGMOID: tl.constexpr,
 ):
     # lines of tokens:  decoding rows, done | [begin, end) runs | padding, which gets zeros
     line = tl.program_id(0).to(tl.int64) * LINES + tl.arange(0, LINES)
+    if not BY_DIMENSION:  # as many lines are also those of the heads of runs
+        slot, place = settled(blocks_ptr, runs_ptr, line // HEADS, num_runs, EVERY)
+        tl.store(begins_ptr + slot * HEADS + line % HEADS, place, mask=slot >= 0)
     begin = tl.load(blocks_ptr) * HEADS
     end = tl.load(blocks_ptr + last_block * 4 + 1) * HEADS
     j = tl.arange(0, VP)
@@ -415,7 +447,7 @@ def launch_chain(
     z: Tensor,
     norm: Tensor,
     states: Tensor,
-    begins: Tensor,
+    pending: tuple[Tensor, Tensor, Tensor, Tensor],
     blocks: Tensor,
     runs: Tensor,
     *,
@@ -423,11 +455,13 @@ def launch_chain(
     sigmoid_gates: bool,
 ) -> None:
     """The rest of ``minisgl_backend.kernels.gated_delta.delta_runs``. ``norm`` is the weight of the
-    output's norm, ``begins`` are ``PendingUpdates.begins``."""
+    output's norm, ``pending`` are the fields of a ``PendingUpdates``."""
     num_tokens, num_heads, value_dim = out.shape
     key_dim, num_blocks = states.shape[2], len(blocks)
-    assert states[0].is_contiguous() and begins.is_contiguous() and out.is_contiguous()
-    assert z.stride(2) == 1 and z.stride(1) == value_dim
+    assert states[0].is_contiguous() and out.is_contiguous()
+    assert all(of.is_contiguous() for of in pending)
+    assert z.stride(2) == 1 and z.stride(1) == value_dim and len(runs) <= num_tokens
+    by_dimension = solved.decays.shape[3] > 1
     num_key_heads, kp, vp = solved.keys.shape[1], solved.keys.shape[3], solved.written.shape[3]
     precision, _ = precision_of(solved.keys.dtype)
     part = 32
@@ -437,7 +471,7 @@ def launch_chain(
     _chain_blocks[(len(runs), num_heads, vp // part)](
         out,
         states,
-        begins,
+        *pending,
         *solved,
         blocks,
         runs,
@@ -452,24 +486,29 @@ def launch_chain(
         TOKENS=BLOCK,
         STAGES=min(max(stages, 1), 3),
         EVERY=WHOLE_EVERY,
-        BY_DIMENSION=solved.decays.shape[3] > 1,
+        BY_DIMENSION=by_dimension,
         PRECISION=precision,
         num_warps=4,
     )
     lines = 16
     _gated_norm[(triton.cdiv(num_tokens * num_heads, lines),)](
         out,
+        pending[3],
         z,
         norm,
         blocks,
+        runs,
         z.stride(0),
         num_tokens * num_heads,
+        len(runs),
         num_blocks - 1,
         eps,
         HEADS=num_heads,
         V=value_dim,
         VP=vp,
         LINES=lines,
+        EVERY=WHOLE_EVERY,
+        BY_DIMENSION=by_dimension,
         SIGMOID=sigmoid_gates,
         num_warps=4,
     )

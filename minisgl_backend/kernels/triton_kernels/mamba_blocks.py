@@ -2,7 +2,8 @@
 
     _score_blocks     for each block and group, the products C B^T
     _chain_blocks     the states, from block to block, and what the tokens read
-    _gated_norm       the gate and the norm of the output
+    _gated_norm       the gate and the norm of the output; and where updates of rows that may be
+                      pending begin, which all programs of a run have read by then
 
 Blocks and runs may be padding (``kernels.delta_runs``, which has their columns), whose programs end
 at once. So one CUDA graph serves steps with different numbers of rows.
@@ -21,6 +22,7 @@ from minisgl_backend.kernels.delta_runs import BLOCK
 from minisgl_backend.kernels.dispatch import shared_bytes
 from minisgl_backend.kernels.shared_memory import most_bytes
 from minisgl_backend.kernels.triton_kernels.gated_delta_blocks import between, silu, stored
+from minisgl_backend.kernels.triton_kernels.pending_updates import RUN, settled, with_pending
 from minisgl_backend.plan import WHOLE_EVERY
 
 
@@ -70,6 +72,9 @@ def _score_blocks(
 def _chain_blocks(
     out_ptr,
     states_ptr,
+    keys_ptr,
+    values_ptr,
+    decays_ptr,
     begins_ptr,
     scores_ptr,
     channels_ptr,
@@ -96,13 +101,14 @@ def _chain_blocks(
     PRECISION: tl.constexpr,
 ):
     """For a run, a head and some of its values. The state is transposed here, [NP, PART]."""
-    run_ptr = runs_ptr + tl.program_id(0) * 4
+    run_ptr = runs_ptr + tl.program_id(0) * RUN
     head = tl.program_id(1)
     first, last = tl.load(run_ptr), tl.load(run_ptr + 1)
     slot = tl.load(run_ptr + 2).to(tl.int64)
     if slot < 0:
         return
     position = tl.load(run_ptr + 3)  # of the first token; if it is 0, there is no state yet
+    known = tl.load(run_ptr + 4)  # the first block of guesses, or the one after the last
     i, n = tl.arange(0, TOKENS), tl.arange(0, NP)
     p = tl.program_id(2) * PART + tl.arange(0, PART)
     in_p = p < P
@@ -113,6 +119,21 @@ def _chain_blocks(
     state = tl.load(head_ptr + slot * slot_stride, mask=in_state & (position > 0), other=0.0)
     state = state.to(tl.float32)
     group = head // (HEADS // GROUPS)
+    of_head = slot * HEADS + head
+    pending, place = tl.load(begins_ptr + of_head), position % EVERY
+    if pending < place:
+        state = with_pending(
+            state,
+            keys_ptr + (slot * GROUPS + group) * (EVERY * N),
+            values_ptr + of_head * (EVERY * P),
+            decays_ptr + of_head * EVERY,
+            pending,
+            place,
+            n,
+            p,
+            N,
+            P,
+        )
     rate = -tl.exp(tl.load(log_rates_ptr + head).to(tl.float32))
     bias, skip = tl.load(bias_ptr + head), tl.load(skips_ptr + head).to(tl.float32)
     causal = i[:, None] >= i[None, :]
@@ -144,12 +165,11 @@ def _chain_blocks(
         found += skip * x.to(tl.float32)
         to = out_ptr + (t[:, None] * HEADS + head) * P + p[None, :]
         tl.store(to, found.to(out_ptr.dtype.element_ty), mask=in_values)
-        if copy >= 0:
-            tl.store(head_ptr + copy * slot_stride, stored(state, state_kind), mask=in_state)
-    tl.store(head_ptr + slot * slot_stride, stored(state, state_kind), mask=in_state)
-    if tl.program_id(2) == 0:
-        num_tokens = tl.load(blocks_ptr + last * 4 - 3) - tl.load(blocks_ptr + first * 4)
-        tl.store(begins_ptr + slot * HEADS + head, (position + num_tokens) % EVERY)
+        row_takes = block + 1 == known
+        if (copy >= 0) | row_takes:  # one branch takes fewer registers than two
+            kept = stored(state, state_kind)
+            tl.store(head_ptr + copy * slot_stride, kept, mask=in_state & (copy >= 0))
+            tl.store(head_ptr + slot * slot_stride, kept, mask=in_state & row_takes)
 
 
 @triton.jit
@@ -163,22 +183,34 @@ def gated(x, z, norm_ptr, i, inside, eps, SIZE: tl.constexpr, NORMS: tl.constexp
     return x
 
 
-@triton.jit(do_not_specialize=["last_block"], do_not_specialize_on_alignment=["blocks_ptr"])
+@triton.jit(
+    do_not_specialize=["num_runs", "last_block"],
+    do_not_specialize_on_alignment=["blocks_ptr", "runs_ptr"],
+)
 def _gated_norm(
     out_ptr,
+    begins_ptr,
     z_ptr,
     norm_ptr,
     blocks_ptr,
+    runs_ptr,
     z_stride,
+    num_runs,
     last_block,
     eps,
     GROUPS: tl.constexpr,
+    SHARING: tl.constexpr,  # heads of a group
     SIZE: tl.constexpr,  # values of a group
     NORMS: tl.constexpr,
     PADDED: tl.constexpr,
+    EVERY: tl.constexpr,
 ):
     # tokens:  decoding rows, done | [begin, end) runs | padding, which gets zeros
     t, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    slot, place = settled(blocks_ptr, runs_ptr, t, num_runs, EVERY)
+    if slot >= 0:
+        h = tl.arange(0, PADDED)  # a head has at least one value
+        tl.store(begins_ptr + (slot * GROUPS + group) * SHARING + h, place, mask=h < SHARING)
     if t < tl.load(blocks_ptr):
         return
     is_token = t < tl.load(blocks_ptr + last_block * 4 + 1)
@@ -196,7 +228,7 @@ def launch_mamba_blocks(
     inputs: tuple[Tensor, Tensor, Tensor],
     weights: tuple[Tensor, Tensor, Tensor, Tensor | None],
     states: Tensor,
-    begins: Tensor,
+    pending: tuple[Tensor, Tensor, Tensor, Tensor],
     blocks: Tensor,
     runs: Tensor,
     *,
@@ -206,13 +238,14 @@ def launch_mamba_blocks(
 ) -> None:
     """See ``minisgl_backend.kernels.mamba.mamba_runs``. ``inputs``: the fields of ``MambaInputs``,
     whose channels have gone through the convolution; ``weights``: the decay's log rates, the biases
-    of steps, d, and the norm's weight; ``states`` are ``LayerStates.matrices``, and ``begins``
-    ``PendingUpdates.begins``."""
+    of steps, d, and the norm's weight; ``states`` are ``LayerStates.matrices``, and ``pending`` the
+    fields of a ``PendingUpdates``."""
     z, channels, steps = inputs
     log_rates, bias, skips, norm = weights
     num_tokens, (num_heads, head_dim, state_size) = len(out), states.shape[1:]
     num_blocks = len(blocks)
-    assert states[0].is_contiguous() and begins.is_contiguous() and out.is_contiguous()
+    assert states[0].is_contiguous() and out.is_contiguous() and len(runs) <= num_tokens
+    assert all(of.is_contiguous() for of in pending)
     assert z.stride(1) == channels.stride(1) == steps.stride(1) == 1
     # at least 64: with narrower operands, four warps multiply what lies beyond shared memory
     padded = max(64, triton.next_power_of_2(state_size))
@@ -239,7 +272,7 @@ def launch_mamba_blocks(
     _chain_blocks[(len(runs), num_heads, triton.cdiv(head_dim, part))](
         out,
         states,
-        begins,
+        *pending,
         scores,
         channels,
         steps,
@@ -269,15 +302,20 @@ def launch_mamba_blocks(
     padded = triton.next_power_of_2(size)
     _gated_norm[(num_tokens, num_groups)](
         out,
+        pending[3],
         z,
         norm,
         blocks,
+        runs,
         z.stride(0),
+        len(runs),
         num_blocks - 1,
         eps,
         GROUPS=num_groups,
+        SHARING=num_heads // num_groups,
         SIZE=size,
         NORMS=norm is not None,
         PADDED=padded,
+        EVERY=WHOLE_EVERY,
         num_warps=4 if padded < 4096 else 8,
     )

@@ -1,9 +1,13 @@
-"""Updates of recurrent states that steps have left pending (``kernels.layer_states``): the part of
-kernels that adds them to a state.
+"""Updates of recurrent states that steps have left pending (``kernels.layer_states``): the parts of
+kernels that add them to a state, and that tell where those begin that are left next.
 """
 
 import triton
 import triton.language as tl
+
+from minisgl_backend.kernels.delta_runs import RUN_COLUMNS
+
+RUN = tl.constexpr(RUN_COLUMNS)
 
 
 @triton.jit
@@ -36,3 +40,17 @@ def with_pending(
         )
         state += of_lines[:, None] * (left * of_columns)[None, :]
     return state
+
+
+@triton.jit
+def settled(blocks_ptr, runs_ptr, run, num_runs, EVERY: tl.constexpr):
+    """The slots of the runs ``run``, and the places of the first updates that may be pending after
+    them; the slot is -1 if there is no such run."""
+    run_ptr = runs_ptr + run * RUN
+    slot = tl.load(run_ptr + 2, mask=run < num_runs, other=-1).to(tl.int64)
+    first = tl.load(run_ptr, mask=slot >= 0, other=0)
+    position = tl.load(run_ptr + 3, mask=slot >= 0, other=0)
+    known = tl.load(run_ptr + 4, mask=slot >= 0, other=1)
+    begin = tl.load(blocks_ptr + first * 4, mask=slot >= 0, other=0)
+    end = tl.load(blocks_ptr + known * 4 - 3, mask=slot >= 0, other=0)
+    return slot, (position + end - begin) % EVERY

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -128,6 +129,20 @@ def test_flash_attention_over_latents() -> None:
     named = choice("triton", shape=shape, device=ACCELERATOR)
     assert isinstance(named.decode, LatentDecode) and named.expansion is None
     assert choice("fa", shape=shape, device=ACCELERATOR).name == "fa"
+
+
+@pytest.mark.usefixtures("pretend_flash_attn")
+def test_only_chunks_of_flash_attention_are_faster_than_rows_that_read_again() -> None:
+    shape = replace(SETTING.shape, num_kv_heads=8, head_dim=128)
+    choose_of = partial(choice, dtype=torch.bfloat16, kv_dtype=torch.bfloat16, device=ACCELERATOR)
+    assert choose_of("fa,triton", shape=shape).most_read_again == 200_000_000 // (2 * 8 * 128 * 2)
+    assert choose_of("triton", shape=shape).most_read_again is None
+    latents = choose_of("fa", shape=LATENTS).most_read_again
+    assert latents == 200_000_000 // (LATENTS.head_dim * 2)
+    has_windows = replace(shape, windows=(8, None)).for_context(100)
+    assert choose_of("fa,triton", shape=has_windows).most_read_again == 48828
+    no_others = replace(shape, windows=(8, 8)).for_context(100)
+    assert choose_of("fa,triton", shape=no_others).most_read_again is None
 
 
 @pytest.mark.usefixtures("pretend_flash_attn")

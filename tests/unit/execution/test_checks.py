@@ -9,8 +9,6 @@ from minisgl_backend.execution.checks import as_decodes
 from minisgl_backend.plan import NO_GROUPS, NO_TOKEN, Decodes, Groups, PromptChunks, StepPlan
 from minisgl_backend.request import IntArray
 
-PAGE_SIZE = 4
-
 
 def ints(*values: int) -> IntArray:
     return np.array(values, np.int32)
@@ -29,17 +27,11 @@ def test_each_token_is_like_a_row_of_its_own() -> None:
         chunks=guesses((3, 9, (5, 6, 7)), (0, 2, (8, 9))),
         decodes=Decodes(ints(1, 2), ints(20, 30)),
     )
-    decodes, groups = as_decodes(plan, PAGE_SIZE)
+    decodes, groups = as_decodes(plan, None)
     assert decodes.rows.tolist() == [3, 3, 3, 0, 0, 1, 2] == plan.sample_rows.tolist()
     assert decodes.positions.tolist() == [9, 10, 11, 2, 3, 20, 30]
     assert decodes.told.tolist() == [5, 6, 7, 8, 9, NO_TOKEN, NO_TOKEN]
-    # only the first chunk has whole pages before it
-    assert [of.tolist() for of in (groups.sizes, groups.begins, groups.ends, groups.members)] == [
-        [3],
-        [0],
-        [2],
-        [0, 1, 2],
-    ]
+    assert not len(groups.sizes)
     assert {of.dtype for of in (decodes.rows, decodes.positions, decodes.told)} == {
         np.dtype(np.int32)
     }
@@ -52,11 +44,17 @@ def test_decoding_rows_keep_what_they_are_told_and_their_groups() -> None:
         decodes=Decodes(ints(1, 2, 0), ints(20, 30, 25), ints(NO_TOKEN, 4, NO_TOKEN)),
         groups=Groups(ints(2), ints(0), ints(5), ints(0, 2)),
     )
-    decodes, groups = as_decodes(plan, PAGE_SIZE)
+    decodes, groups = as_decodes(plan, None)
     assert decodes.told.tolist() == [5, 6, 7, 8, NO_TOKEN, 4, NO_TOKEN]
-    assert groups.sizes.tolist() == [2, 2]
-    assert groups.ends.tolist() == [10, 5]
-    assert groups.members.tolist() == [2, 3, 6, 5], "rows 0 and 2 are at these indices"
+    assert (groups.sizes.tolist(), groups.ends.tolist()) == ([2], [5])
+    assert groups.members.tolist() == [6, 5], "rows 0 and 2 are at these indices"
+
+
+def test_a_long_context_is_not_read_again_for_each_guess() -> None:
+    plan = StepPlan(step=0, chunks=guesses((3, 100, (5, 6, 7)), (4, 40, (7, 8))))
+    for most, fits in ((240, True), (239, False)):
+        decodes, _ = as_decodes(plan, most)
+        assert len(decodes.rows) == (5 if fits else 0)
 
 
 @pytest.mark.parametrize("num_sampled", [0, 1])
@@ -64,12 +62,12 @@ def test_chunks_of_prompts_are_not_decoded(num_sampled: int) -> None:
     both = guesses((3, 9, (5, 6, 7)), (0, 2, (8,)))
     counts = ints(3, num_sampled)
     chunks = PromptChunks(both.rows, both.starts, both.lengths, counts, both.tokens)
-    decodes, groups = as_decodes(StepPlan(step=0, chunks=chunks), PAGE_SIZE)
+    decodes, groups = as_decodes(StepPlan(step=0, chunks=chunks), None)
     assert not len(decodes.rows) and groups is NO_GROUPS
 
 
 def test_known_tokens_before_the_last_one_are_not_decoded() -> None:
     check = guesses((3, 9, (5, 6, 7)))
     chunks = PromptChunks(check.rows, check.starts, check.lengths, ints(2), check.tokens)
-    decodes, _ = as_decodes(StepPlan(step=0, chunks=chunks), PAGE_SIZE)
+    decodes, _ = as_decodes(StepPlan(step=0, chunks=chunks), None)
     assert not len(decodes.rows)

@@ -207,7 +207,7 @@ class Layers:
         inputs = ChunkInputs.of(torch.from_numpy(content), size, MAX_ROWS)
         if self.states is not None:
             room = partial(max_chunks, max_rows=MAX_ROWS)
-            captured = CapturedRuns(self.states, self.device, room, 128)
+            captured = CapturedRuns(self.states, self.device, room, 128, most_checks=1)
             assert captured.fits(batch, size)
             captured.write(batch, size)
             runs = captured.view(size)
@@ -239,6 +239,7 @@ def nan_where_unwritten() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.parametrize("num_guesses", [0, 3])
 @pytest.mark.parametrize(
     "case",
     ["llama-biases", "mistral-window", "qwen3-moe", "qwen3.5", "qwen3-next", "nemotron-h", "lfm2"],
@@ -246,9 +247,10 @@ def nan_where_unwritten() -> Iterator[None]:
 @pytest.mark.usefixtures("nan_where_unwritten")
 @torch.inference_mode()
 def test_padding_changes_nothing(
-    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    case: str, num_guesses: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two rows decode, one begins its prompt and one continues, in graphs of several sizes."""
+    """Two rows decode, one begins its prompt and one continues, in graphs of several sizes. The
+    last tokens of the latter may be guesses."""
     monkeypatch.setattr(choose, "has_triton", lambda: True)
     write_checkpoint(case, tmp_path)
     layers = Layers(tmp_path)
@@ -260,7 +262,8 @@ def test_padding_changes_nothing(
 
     layers.over_batch(with_tokens(plan_of([(0, 0, 30, 1), (3, 0, 9, 1), (1, 0, 21, 0)], [])))
     layers.rows.table.tokens[:4] = torch.tensor([11, 99, 98, 13], dtype=torch.int32)
-    plan = with_tokens(plan_of([(1, 21, 7, 1), (2, 0, 13, 0)], [(3, 9), (0, 30)]))
+    chunks = [(1, 21, 7, 1 + num_guesses), (2, 0, 13, 0)]
+    plan = with_tokens(plan_of(chunks, [(3, 9), (0, 30)]))
     snapshots = Snapshots(saved_chunks=ints(0, 1), saved_positions=ints(24, 13), saved=ints(1, 0))
     plan = replace(plan, snapshots=snapshots)
     before = layers.copy_of_memory()
@@ -318,7 +321,7 @@ def test_guesses_are_alike_as_chunks_and_as_decoding_rows(
     expected = layers.over_batch(plan).roll(-1, 0)  # decoding rows come first there
     after = layers.copy_of_memory()
     layers.go_back(before)
-    decodes, _ = as_decodes(plan, PAGE_SIZE)
+    decodes, _ = as_decodes(plan, None)
     torch.testing.assert_close(layers.over_decodes(decodes), expected, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(layers.memory, after, atol=1e-4, rtol=1e-4)
 

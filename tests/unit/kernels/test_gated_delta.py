@@ -115,33 +115,45 @@ def test_the_convolution_goes_on_where_it_was_cut() -> None:
     assert not states[0].any()
 
 
-def test_runs_give_what_steps_give() -> None:
-    """One of two rows continues from a state; snapshots are kept within runs and at their end."""
+@pytest.mark.parametrize("by_dimension", [False, True])
+def test_runs_give_what_steps_give(by_dimension: bool) -> None:
+    """Two of three rows continue from a state, one with guesses, which its state does not take in;
+    snapshots are kept within runs and at the end of what is known."""
     draw = torch.Generator().manual_seed(4)
-    width = 2 * KEY_HEADS * KEY_DIM + HEADS * VALUE_DIM
-    x, weight = torch.randn(80, width, generator=draw), torch.randn(width, 4, generator=draw)
-    z = torch.randn(80, HEADS, VALUE_DIM, generator=draw)
-    a, b, rates = (torch.randn(80, HEADS, generator=draw) for _ in range(3))
+    key_heads, of_decays = (HEADS, (HEADS, KEY_DIM)) if by_dimension else (KEY_HEADS, (HEADS,))
+    width = 2 * key_heads * KEY_DIM + HEADS * VALUE_DIM
+    x, weight = torch.randn(170, width, generator=draw), torch.randn(width, 4, generator=draw)
+    z = torch.randn(170, HEADS, VALUE_DIM, generator=draw)
+    a, b = (torch.randn(170, *of, generator=draw) for of in (of_decays, (HEADS,)))
+    rates, biases = (torch.randn(*of, generator=draw) for of in ((HEADS,), of_decays))
     norm = torch.rand(VALUE_DIM, generator=draw)
-    weights = DeltaWeights(KEY_HEADS, weight, rates[0], rates[1], norm, 1e-6)
-    conv = torch.randn(6, width, 3, generator=draw)
-    matrices = torch.randn(6, HEADS, KEY_DIM, VALUE_DIM, generator=draw)
+    weights = DeltaWeights(key_heads, weight, rates, biases, norm, 1e-6)
+    conv = torch.randn(8, width, 3, generator=draw)
+    matrices = torch.randn(8, HEADS, KEY_DIM, VALUE_DIM, generator=draw)
     states, before = (
         DeltaStates(
             conv.clone(),
             matrices.clone(),
-            PendingUpdates.none(6, KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM),
-            torch.zeros(6, KEY_HEADS, dtype=torch.int32),
+            PendingUpdates.none(8, key_heads, HEADS, KEY_DIM, VALUE_DIM),
+            torch.zeros(8, key_heads, dtype=torch.int32),
         )
         for _ in range(2)
     )
-    runs = (Run(0, 2, 3, 7, ((1, 5),)), Run(2, 80, 1, 0, ((66, 0), (80, 4))))
+    runs = (
+        Run(0, 2, 3, 7, ((1, 5),)),
+        Run(2, 80, 1, 0, ((66, 0), (80, 4))),
+        Run(80, 90, 2, 5, ((83, 6),), 7),
+        Run(90, 170, 7, 9, (), 79),
+    )
     found = torch.empty_like(z)
     delta_runs(found, DeltaInputs(x, z, a, b), weights, states, Runs.of(runs, torch.from_numpy))
     before.conv[1], before.matrices[1] = 0.0, 0.0
     for run in runs:
         slot = torch.tensor([run.slot])
+        known = before.conv[run.slot], before.matrices[run.slot]
         for token in range(run.begin, run.end):
+            if token == run.known_end:
+                known = before.conv[run.slot].clone(), before.matrices[run.slot].clone()
             one = slice(token, token + 1)
             expected = z[one].clone()
             of_token = DeltaInputs(x[one], z[one], a[one], b[one])
@@ -151,5 +163,7 @@ def test_runs_give_what_steps_give() -> None:
                 if end == token + 1:
                     for of_slot in (before.conv, before.matrices):
                         of_slot[kept] = of_slot[run.slot]
+        if run.num_guesses:
+            before.conv[run.slot], before.matrices[run.slot] = known
     torch.testing.assert_close(states.conv, before.conv)
     torch.testing.assert_close(states.matrices, before.matrices, rtol=1e-4, atol=1e-5)

@@ -134,22 +134,31 @@ def test_rows_step_by_their_own_states() -> None:
 
 
 def test_runs_give_what_steps_give() -> None:
-    """One of two rows continues from a state; snapshots are kept within runs and at their end."""
+    """Two of three rows continue from a state, one with guesses, which its state does not take in;
+    snapshots are kept within runs and at the end of what is known."""
     draw = torch.Generator().manual_seed(4)
     weights = replace(made_weights(draw), time_steps=(0.1, 2.0))
-    z, channels = torch.randn(80, INNER, generator=draw), torch.randn(80, CHANNELS, generator=draw)
-    steps = torch.randn(80, HEADS, generator=draw)
-    conv = torch.randn(6, CHANNELS, 3, generator=draw)
-    matrices = torch.randn(6, HEADS, HEAD_DIM, STATE, generator=draw)
+    z, channels = (torch.randn(170, width, generator=draw) for width in (INNER, CHANNELS))
+    steps = torch.randn(170, HEADS, generator=draw)
+    conv = torch.randn(8, CHANNELS, 3, generator=draw)
+    matrices = torch.randn(8, HEADS, HEAD_DIM, STATE, generator=draw)
     states, before = (made_states(conv.clone(), matrices.clone()) for _ in range(2))
-    runs = (Run(0, 2, 3, 7, ((1, 5),)), Run(2, 80, 1, 0, ((66, 0), (80, 4))))
+    runs = (
+        Run(0, 2, 3, 7, ((1, 5),)),
+        Run(2, 80, 1, 0, ((66, 0), (80, 4))),
+        Run(80, 90, 2, 5, ((83, 6),), 7),
+        Run(90, 170, 7, 9, (), 79),
+    )
     found = torch.empty_like(z)
     of_all = MambaInputs(z, channels, steps)
     mamba_runs(found, of_all, weights, states, Runs.of(runs, torch.from_numpy))
     before.conv[1], before.matrices[1] = 0.0, 0.0
     for run in runs:
         slot = torch.tensor([run.slot])
+        known = before.conv[run.slot], before.matrices[run.slot]
         for token in range(run.begin, run.end):
+            if token == run.known_end:
+                known = before.conv[run.slot].clone(), before.matrices[run.slot].clone()
             one = slice(token, token + 1)
             expected = z[one].clone()
             of_token = MambaInputs(z[one], channels[one], steps[one])
@@ -159,5 +168,7 @@ def test_runs_give_what_steps_give() -> None:
                 if end == token + 1:
                     for of_slot in (before.conv, before.matrices):
                         of_slot[kept] = of_slot[run.slot]
+        if run.num_guesses:
+            before.conv[run.slot], before.matrices[run.slot] = known
     torch.testing.assert_close(states.conv, before.conv)
     torch.testing.assert_close(states.matrices, before.matrices, rtol=1e-4, atol=1e-5)

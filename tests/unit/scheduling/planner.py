@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from minisgl_backend.cache.radix_cache import RadixCache
+from minisgl_backend.cache.snapshots import SnapshotCache
 from minisgl_backend.errors import EngineFailure
 from minisgl_backend.plan import SampledTokens, StepPlan
 from minisgl_backend.request import (
@@ -36,7 +37,9 @@ def make(
     speculative_tokens: int = 0,
     speculative_recent_tokens: int = 0,
     section: int | None = None,
+    num_snapshots: int | None = None,
 ) -> Scheduler:
+    """With ``num_snapshots``, rows have recurrent states."""
     config = replace(
         CONFIG,
         max_running_requests=max_running_requests,
@@ -45,7 +48,10 @@ def make(
         speculative_tokens=speculative_tokens,
         speculative_recent_tokens=speculative_recent_tokens,
         section=section,
+        has_states=num_snapshots is not None,
     )
+    if num_snapshots is not None:
+        return Scheduler(SnapshotCache(num_pages, PAGE_SIZE, num_snapshots), config)
     return Scheduler(RadixCache(num_pages, PAGE_SIZE), config)
 
 

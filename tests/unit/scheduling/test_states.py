@@ -172,3 +172,26 @@ def test_nothing_is_kept_without_states_or_without_a_cache(changed: dict[str, An
     harness.add(request(0, 6, 40))
     assert kept_positions(harness) == []
     harness.verify()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_states_are_kept_while_guesses_are_checked(page_size: int, depth: int) -> None:
+    """The last tokens that guesses gave may lack, and no wrong guess is in them."""
+    setup = replace(
+        SETUP,
+        page_size=page_size,
+        num_pages=1024,
+        depth=depth,
+        speculative_tokens=5,
+    )
+    num_guessed = 0
+    for number in range(10):
+        harness = Harness(replace(setup, model=Model(vocabulary=1 + number % 2)))
+        harness.add(request(number, 6, 60))
+        harness.drain()
+        num_guessed += harness.scheduler.stats().num_right_guesses
+        assert 66 - WHOLE_EVERY - page_size - 5 <= go_on(harness, number) <= 66
+        harness.verify()
+        harness.check()
+    assert num_guessed > 200

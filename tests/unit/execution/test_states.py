@@ -1,0 +1,113 @@
+"""The recurrent states of rows and snapshots, and the chunks that kernels read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from minisgl_backend.device.cpu import CpuDevice
+from minisgl_backend.execution.chunk_graphs import max_chunks
+from minisgl_backend.execution.flat_batch import FlatBatch
+from minisgl_backend.execution.states import CapturedRuns, StateStorage
+from minisgl_backend.kernels.delta_runs import Run
+from minisgl_backend.models.spec import DeltaSpec
+from minisgl_backend.plan import NO_SNAPSHOT, Snapshots, StepPlan
+from tests.unit.execution.test_flat_batch import ints, plan_of
+
+SHAPE = DeltaSpec(
+    num_key_heads=2,
+    num_heads=4,
+    key_dim=8,
+    value_dim=6,
+    conv_width=4,
+    layers=frozenset({0, 2, 3}),
+)
+NUM_ROWS = 9
+
+
+@pytest.fixture
+def storage() -> StateStorage:
+    return StateStorage(
+        SHAPE,
+        num_rows=NUM_ROWS,
+        num_snapshots=3,
+        dtype=torch.float32,
+        state_dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+
+
+def test_chunks_are_runs_whose_slots_stop_before_guesses(storage: StateStorage) -> None:
+    plan = plan_of([(4, 20, 7, 4), (2, 0, 5, 1), (6, 9, 3, 0), (1, 30, 2, 2)], [(0, 3), (3, 8)])
+    snapshots = Snapshots(saved_chunks=ints(0, 1), saved_positions=ints(24, 4), saved=ints(2, 0))
+    batch = FlatBatch.of(replace(plan, snapshots=snapshots))
+    assert storage.runs_of(batch) == [
+        Run(2, 9, 4, 20, ((6, NUM_ROWS + 3),), 3),
+        Run(9, 14, 2, 0, ((13, NUM_ROWS + 1),)),
+        Run(14, 17, 6, 9),
+        Run(17, 19, 1, 30, (), 1),
+    ]
+
+
+def test_nothing_is_pending_in_a_row_that_begins_from_a_snapshot(storage: StateStorage) -> None:
+    """Whatever the row's last request has left."""
+    for layer in storage.layers:
+        layer.pending.begins.fill_(1)
+    plan = plan_of([(4, 12, 5, 1), (2, 20, 5, 1)], [])
+    snapshots = Snapshots(begun_from=ints(0, NO_SNAPSHOT))
+    storage.restore(FlatBatch.of(replace(plan, snapshots=snapshots)))
+    for layer in storage.layers:
+        assert layer.pending.begins.is_contiguous()
+        assert (layer.pending.begins[4] == 4).all()
+        others = [row for row in range(NUM_ROWS + 1) if row != 4]
+        assert (layer.pending.begins[others] == 1).all()
+
+
+def test_a_slot_is_copied_in_all_layers(storage: StateStorage) -> None:
+    for number, layer in enumerate(storage.layers):
+        layer.conv[3], layer.matrices[3] = number, 10.0 + number
+    storage.keep(ints(3), ints(1))
+    plan = plan_of([(5, 8, 2, 1)], [])
+    batch = FlatBatch.of(replace(plan, snapshots=Snapshots(begun_from=ints(1))))
+    storage.restore(batch)
+    for number, layer in enumerate(storage.layers):
+        for slot in (3, 5, NUM_ROWS + 2):
+            assert (layer.conv[slot] == number).all()
+            assert (layer.matrices[slot] == 10 + number).all()
+        assert not layer.matrices[[0, 1, 2, 4, 6, NUM_ROWS + 1]].any()
+
+
+def checks(num_rows: int, num_known: int, num_guesses: int) -> StepPlan:
+    """Rows that check guesses."""
+    length = num_known + num_guesses
+    return plan_of([(row, 40, length, 1 + num_guesses) for row in range(num_rows)], [])
+
+
+@pytest.mark.parametrize(("most_checks", "fits"), [(0, False), (5, False), (8, True)])
+def test_graphs_have_room_for_guesses(storage: StateStorage, most_checks: int, fits: bool) -> None:
+    """Each chunk with guesses has two blocks."""
+    room = partial(max_chunks, max_rows=NUM_ROWS)
+    captured = CapturedRuns(storage, CpuDevice(), room, 256, most_checks=most_checks)
+    batch = FlatBatch.of(checks(8, 8, 8))
+    assert captured.fits(batch, 128) == fits
+    assert captured.fits(FlatBatch.of(checks(8, 16, 0)), 128)
+    if fits:
+        captured.write(batch, 128)
+        assert captured.view(128).listed() == storage.runs_of(batch)
+        assert captured.view(128).blocks.shape == (2 + 8 + 8, 4)
+
+
+def test_steps_of_all_sizes_share_a_buffer(storage: StateStorage) -> None:
+    room = partial(max_chunks, max_rows=NUM_ROWS)
+    captured = CapturedRuns(storage, CpuDevice(), room, 256)
+    small = FlatBatch.of(plan_of([(1, 0, 20, 1)], [(0, 5)]))
+    for size in (32, 256):
+        captured.write(small, size)
+        runs = captured.view(size)
+        assert runs.listed() == [Run(1, 21, 1, 0)]
+        padding = runs.blocks[1:].numpy()
+        assert (padding == np.array([21, 21, -1, 0])).all()

@@ -6,16 +6,18 @@ themselves, or begin like their prompts, else there would be little to look up.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 import numpy as np
 import pytest
 
 from minisgl_backend.build import build_engine_alone
-from minisgl_backend.config import EngineOptions
+from minisgl_backend.config import DEMO_MODEL, EngineOptions
 from minisgl_backend.errors import EngineFailure
 from minisgl_backend.execution.launched import MaskedStep
 from minisgl_backend.grammar.matchers import Matcher
@@ -31,6 +33,7 @@ from minisgl_backend.request import (
 )
 from minisgl_backend.runtime.constraints import Constraints
 from minisgl_kit.wrappers import ExecutorWrapper, PendingWrapper
+from tests.conformance.checkpoints import write_checkpoint
 from tests.grammar.matching import EOS, VOCABULARY
 from tests.grammar.test_engine import OPTIONS, PROMPT, SCHEMA, grammar, piece, text_of
 from tests.grammar.test_lookahead import letters
@@ -182,6 +185,24 @@ def test_answers_of_two_ranks_are_those_without_guesses(plain: list[Answer]) -> 
         answers = answered(ranked, requests())
         assert checked(ranked)[2] > 0
     assert outcomes(answers) == outcomes(plain)
+
+
+@pytest.mark.parametrize("case", ["lfm2", "qwen3.5"])
+def test_answers_of_recurrent_models_are_those_without_guesses(case: str, tmp_path: Path) -> None:
+    """Their states must not go on with wrong guesses."""
+    write_checkpoint(case, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text("utf-8"))
+    config |= {"vocab_size": 2048, "eos_token_id": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config), "utf-8")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).symlink_to(Path(DEMO_MODEL) / name)
+    options = {**OPTIONS, "model": str(tmp_path)}
+    with ranked_engine(1, **options) as ranked:
+        expected = outcomes(answered(ranked, requests()))
+    with ranked_engine(1, **options, **GUESSING) as ranked:
+        assert outcomes(answered(ranked, requests())) == expected
+        _, num_guesses, num_right = checked(ranked)
+    assert 0 < num_right < num_guesses
 
 
 @pytest.mark.parametrize("kind", [0, 8], ids=["records", "penalties"])

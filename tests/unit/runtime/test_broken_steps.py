@@ -14,6 +14,7 @@ from minisgl_backend.errors import (
     InvariantError,
     Overloaded,
 )
+from minisgl_backend.plan import StepPlan
 from minisgl_backend.request import (
     Admitted,
     Event,
@@ -23,6 +24,7 @@ from minisgl_backend.request import (
 )
 from minisgl_backend.runtime.returning import MAX_BARREN
 from minisgl_backend.runtime_files import State
+from minisgl_backend.scheduling.lookahead import Lookahead
 from minisgl_backend.scheduling.scheduler import Scheduler
 from tests.fakes.executor import (
     Model,
@@ -290,7 +292,11 @@ def test_a_planner_that_finds_no_step_is_replaced(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     plan, num_calls = Scheduler.plan, itertools.count()
-    monkeypatch.setattr(Scheduler, "plan", lambda self: plan(self) if next(num_calls) > 0 else None)
+
+    def plan_late(self: Scheduler, lookahead: Lookahead | None) -> StepPlan | None:
+        return plan(self, lookahead) if next(num_calls) > 0 else None
+
+    monkeypatch.setattr(Scheduler, "plan", plan_late)
     request = bench.request([1, 2, 3])
     sink = bench.submit(request)
     assert sink.ending() == Finished(FinishReason.LENGTH)

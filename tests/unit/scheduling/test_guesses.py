@@ -646,7 +646,7 @@ def test_tokens_that_states_lack_count_as_part_of_the_budget() -> None:
 
 
 def test_rows_wait_whose_missing_tokens_exceed_the_budget() -> None:
-    """Both lacked a page before."""
+    """As those of rows that have waited for pages together may."""
     scheduler = with_states(repeating(0, max_tokens=40), repeating(1, max_tokens=40))
     step(scheduler, (4, 5, 1, 2, 9, 4, 5, 1, 2, 9))
     scheduler._config = replace(scheduler._config, max_prefill_tokens=9)

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minisgl_backend.device.base import Device
+from minisgl_backend.device.base import Device, HostArray
 from minisgl_backend.execution.capture import Captured, capture
 from minisgl_backend.execution.flat_batch import FlatBatch
 from minisgl_backend.plan import Decodes, Groups
@@ -84,7 +84,8 @@ def max_chunks(num_tokens: int, max_rows: int) -> int:
 def fill(num_tokens: int, max_rows: int, batch: FlatBatch) -> IntArray:
     """The content of a ``ChunkInputs`` for ``batch``; the dummy row is row ``max_rows``."""
     num_decodes, end = batch.num_decodes, len(batch.rows)
-    parts = (  # padding and values, in the order of the fields
+    # padding and values, in the order of the fields
+    parts: tuple[tuple[int, IntArray | HostArray], ...] = (
         (0, batch.tokens),
         (max_rows, batch.rows),
         (0, batch.positions),

@@ -42,8 +42,6 @@ from minisgl_backend.kernels.dispatch import use_triton
 from minisgl_backend.kernels.layer_states import LayerStates, rows_of, stored
 
 _EPS: Final = 1e-6
-_FEW_TOKENS: Final = 64
-"""Up to this many tokens, padding included, a step's runs are computed token by token."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -152,32 +150,11 @@ def delta_runs(
         delta_runs_reference(out, inputs, weights, states, runs)
         return
     from minisgl_backend.kernels.triton_kernels.gated_delta_blocks import launch_chain, solve_blocks
-    from minisgl_backend.kernels.triton_kernels.gated_delta_tokens import launch_chain_tokens
     from minisgl_backend.kernels.triton_kernels.kimi_delta_blocks import solve_kimi_blocks
 
     channels, pending = inputs.channels, states.pending
     convolved = torch.empty(channels.shape, dtype=channels.dtype, device=channels.device)
     causal_conv_runs(convolved, channels, states.conv, runs, weights.conv)
-    of_pending = (pending.keys, pending.values, pending.decays, pending.begins)
-    if len(out) <= _FEW_TOKENS:
-        launch_chain_tokens(
-            out,
-            convolved,
-            inputs.z,
-            inputs.a,
-            inputs.b,
-            (weights.log_rates, weights.biases, weights.norm),
-            states.matrices,
-            of_pending,
-            runs.blocks,
-            runs.lines,
-            num_key_heads=weights.num_key_heads,
-            eps=weights.eps,
-            rate_scale=weights.rate_scale,
-            by_dimension=weights.by_dimension,
-            sigmoid_gates=weights.sigmoid_gates,
-        )
-        return
     solve = solve_kimi_blocks if weights.by_dimension else solve_blocks
     solved = solve(
         convolved,
@@ -194,7 +171,7 @@ def delta_runs(
         inputs.z,
         weights.norm,
         states.matrices,
-        of_pending,
+        (pending.keys, pending.values, pending.decays, pending.begins),
         runs.blocks,
         runs.lines,
         eps=weights.eps,

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from minisgl_backend.kernels import gated_delta
 from minisgl_backend.kernels.dispatch import has_triton, is_interpreted
 
 
@@ -31,9 +30,3 @@ def device() -> torch.device:
 def dtype() -> torch.dtype:
     """The interpreter computes with numpy, which cannot multiply in bfloat16."""
     return torch.float32 if is_interpreted() else torch.bfloat16
-
-
-@pytest.fixture(params=["by tokens", "by blocks"])
-def both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compute runs of a delta rule by one kind of kernels, however many tokens there are."""
-    monkeypatch.setattr(gated_delta, "_FEW_TOKENS", 10**6 if request.param == "by tokens" else 0)

@@ -135,7 +135,6 @@ def test_pending_updates_are_added(device: torch.device, dtype: torch.dtype) -> 
     assert (states.pending.begins == begins).all()
 
 
-@pytest.mark.usefixtures("both_ways")
 def test_runs_add_pending_updates(device: torch.device, dtype: torch.dtype) -> None:
     """The same for runs with guesses and without; after them nothing is pending."""
     weights = made_weights(TINY, device, dtype)
@@ -266,7 +265,6 @@ def test_conv_runs(
     assert torch.equal(states, before)
 
 
-@pytest.mark.usefixtures("both_ways")
 @pytest.mark.parametrize(
     ("shape", "runs", "padding", "state_dtype"),
     [
@@ -303,7 +301,6 @@ def test_delta_runs(
     assert torch.equal(states.pending.begins, wanted.pending.begins)
 
 
-@pytest.mark.usefixtures("both_ways")
 def test_equal_keys_stay_finite(device: torch.device, dtype: torch.dtype) -> None:
     """A prompt that repeats one token: the powers of the system's matrix grow beyond float32."""
     weights = made_weights(TINY, device, dtype)
@@ -320,7 +317,6 @@ def test_equal_keys_stay_finite(device: torch.device, dtype: torch.dtype) -> Non
     assert relative_error(states.matrices, wanted.matrices) < tolerance
 
 
-@pytest.mark.usefixtures("both_ways")
 @pytest.mark.parametrize("shape", [TINY] if is_interpreted() else [TINY, (3, 3, 96, 192)])
 def test_rates_up_to_two(device: torch.device, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     """Those of OLMo Hybrid, with its heads."""
@@ -339,7 +335,6 @@ def test_rates_up_to_two(device: torch.device, dtype: torch.dtype, shape: tuple[
     assert relative_error(out[:1], expected[:1]) < 2 * tolerance
 
 
-@pytest.mark.usefixtures("both_ways")
 @pytest.mark.parametrize("state_dtype", OF_16_BITS)
 def test_large_states_stay_finite(
     device: torch.device, dtype: torch.dtype, state_dtype: torch.dtype

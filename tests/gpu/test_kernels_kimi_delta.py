@@ -97,7 +97,6 @@ def test_kimi_step(
     assert torch.equal(states.matrices[[0, 1, 3, 5]], begun[[0, 1, 3, 5]])
 
 
-@pytest.mark.usefixtures("both_ways")
 @pytest.mark.parametrize(
     ("shape", "runs", "padding", "state_dtype"),
     [
@@ -133,7 +132,6 @@ def test_kimi_runs(
         assert relative_error(matrix, wanted.matrices[slot]) < tolerance
 
 
-@pytest.mark.usefixtures("both_ways")
 @pytest.mark.parametrize("log_rate", [-20.0, 6.0])
 def test_extreme_decays_stay_finite(
     device: torch.device, dtype: torch.dtype, log_rate: float

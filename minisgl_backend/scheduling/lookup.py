@@ -77,8 +77,14 @@ def _longest(text: IntArray, ends: IntArray, tokens: IntArray) -> tuple[int, int
     """The longest part of ``text`` that equals the last ``tokens`` and is at least ``_LEAST`` long,
     up to ``_MOST``: the index of its last token, and its length; of equally long ones the last.
     The length is 0 if there is none. ``ends`` are the indices, ascending, of ``tokens[-1]``."""
-    length = 0
-    while length < min(_MOST, len(tokens)):
+    most, length = min(_MOST, len(tokens)), 0
+    if not len(ends):
+        return 0, 0
+    # the last place first: where a text repeats itself again and again, all are as good
+    end = int(ends[-1])
+    if np.array_equal(text[max(0, end + 1 - most) : end + 1], tokens[-most:]):
+        return end, most
+    while length < most:
         longer = ends[ends >= length]
         longer = longer[text[longer - length] == tokens[-1 - length]]
         if not len(longer):

@@ -242,6 +242,7 @@ def _attention(facts: Resolved, max_captured_batch_size: int) -> PagedAttention:
             and options.cache != "naive"
             and not options.batch_invariant,
             batch_invariant=options.batch_invariant,
+            most_written=1 + options.speculative_tokens,
         ),
     )
     if wanted and not attention.reads_groups:

@@ -154,7 +154,7 @@ class EngineOptions:
         "tokens of ended answers in which guesses are looked for, too, by requests that share "
         "cached prefixes with them; 0: none",
         minimum=0,
-        maximum=2**24,
+        maximum=2**20,
     )
 
     attention_backend: str | None = option(

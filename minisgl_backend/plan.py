@@ -40,6 +40,9 @@ _T = TypeVar("_T")
 NO_TOKEN: Final = -1
 """In place of a token: the row's logits were not finite."""
 
+LAST_TOKEN: Final = -1
+"""In place of a token to compute: the last one that the row sampled, which the device knows."""
+
 NO_SNAPSHOT: Final = -1
 """In place of a snapshot's number: there is none."""
 

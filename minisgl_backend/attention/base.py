@@ -155,7 +155,7 @@ class AttentionSetting:
     ``dtype`` is that of queries and results. ``kv_dtype`` is that of pages: the same, or
     float8_e4m3. Batches of more than ``max_captured_batch_size`` rows are not captured in a graph.
     ``grouped``: steps may have groups. With ``batch_invariant`` a token's result depends only on
-    its row.
+    its row. ``most_written``: see ``DecodeRows``.
     """
 
     shape: AttentionShape
@@ -168,6 +168,7 @@ class AttentionSetting:
     device: torch.device
     grouped: bool = False
     batch_invariant: bool = False
+    most_written: int = 1
 
     @property
     def max_pages(self) -> int:
@@ -213,7 +214,9 @@ class Chunks:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DecodeRows:
-    """Decoding rows of a step; int32 on the device.
+    """Decoding rows of a step; int32 on the device. With guesses a row occurs several times, next
+    to each other, at ascending positions: then the step writes up to ``most_written`` positions of
+    it, and each occurrence reads those before its own.
 
     ``rows`` [batch_size] of ``page_table`` [num_rows, max_pages]; ``lengths`` [batch_size], each
     including the new token's position; ``host_lengths``, the same on the host, or None in a step to
@@ -344,9 +347,9 @@ class PagedAttention:
 
     ``can_capture``: decode steps can be captured in CUDA graphs. ``captures_chunks``: so can steps
     with prompt chunks. ``reads_groups``: it uses groups. ``expansion`` is for latents.
-    ``most_read_again``: if several tokens of a row are computed as decoding rows, each reads the
-    row's pages for itself; up to this number of positions, all that are read again together, that
-    takes less time than a chunk. None if it always does.
+    ``most_read_again`` is about the guesses of a step as decoding rows, each of which reads its
+    row's pages again. If they read at most this number of positions, in total, that takes less time
+    than chunks, which read pages once. If it is None, chunks always take longer.
     """
 
     name: str

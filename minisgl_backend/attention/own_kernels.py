@@ -100,6 +100,7 @@ def decode_shape(setting: AttentionSetting) -> DecodeShape:
         page_size=setting.page_size,
         dtype=setting.dtype,
         kv_dtype=setting.kv_dtype,
+        most_written=setting.most_written,
     )
 
 

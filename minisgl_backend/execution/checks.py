@@ -13,22 +13,26 @@ from dataclasses import replace
 
 import numpy as np
 
-from minisgl_backend.plan import NO_GROUPS, NO_TOKEN, Decodes, Groups, StepPlan
+from minisgl_backend.plan import LAST_TOKEN, NO_GROUPS, Decodes, Groups, StepPlan
 from minisgl_backend.request import EMPTY, IntArray
 
 
 def as_decodes(plan: StepPlan, most_read_again: int | None) -> tuple[Decodes, IntArray, Groups]:
-    """What a step with chunks decodes, in the order of ``StepPlan.sample_rows``; its tokens,
-    int32 [num_decodes], each ``NO_TOKEN`` if the row table has it; and the plan's groups, by index.
-    Nothing if a chunk does not consist of a row's last token and guesses, or if the guesses would
-    read more positions than ``most_read_again`` (``PagedAttention``)."""
+    """What a step with chunks decodes, in the order of ``StepPlan.sample_rows``, where rows with
+    guesses occur several times; its tokens, int32 [num_decodes], each a token id or ``LAST_TOKEN``;
+    and the plan's groups, by index. Nothing if a chunk does not consist of a row's last token and
+    guesses, or if the guesses would read more positions than ``most_read_again``
+    (``PagedAttention``)."""
     chunks, num_decodes = plan.chunks, len(plan.decodes.rows)
     num_guesses = chunks.lengths - 1
     if (num_guesses != chunks.num_sampled - 1).any() or not num_guesses.all():
         return Decodes(), EMPTY, NO_GROUPS
-    if most_read_again is not None and int(num_guesses @ chunks.starts) > most_read_again:
+    if (
+        most_read_again is not None
+        and num_guesses @ chunks.starts.astype(np.int64) > most_read_again
+    ):
         return Decodes(), EMPTY, NO_GROUPS
-    tokens = np.concatenate([chunks.tokens, np.full(num_decodes, NO_TOKEN, np.int32)])
+    tokens = np.concatenate([chunks.tokens, np.full(num_decodes, LAST_TOKEN, np.int32)])
     groups = plan.groups_by_index
     members = groups.members + np.int32(len(chunks.tokens))
     decodes = Decodes(plan.sample_rows, plan.sample_positions - 1)

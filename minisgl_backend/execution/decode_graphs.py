@@ -2,7 +2,7 @@
 
 A graph is for one batch size. It looks up the rows, runs the layers, samples, and writes tokens and
 lengths back (``kernels.rows``). Between two replays the host writes the step's inputs, but only if
-rows changed, pages were granted, or the step is told tokens. For steps that wait for masks there
+rows changed, pages were granted, or tokens come from the host. For steps that wait for masks there
 are two more graphs of each size, one up to the logits and one for the rest. If the attention
 kernels can read the pages that rows share only once, there is one more graph of each larger size,
 for steps in which that pays (``attention.base.GroupedDecode``); steps that wait for masks do not
@@ -31,7 +31,7 @@ from minisgl_backend.device.base import Device
 from minisgl_backend.execution.capture import Captured, capture
 from minisgl_backend.execution.sampling import StepLogits, StepOutput
 from minisgl_backend.kernels.rows import RowTable, StepInputs
-from minisgl_backend.plan import NO_GROUPS, NO_TOKEN, Decodes, Groups
+from minisgl_backend.plan import LAST_TOKEN, NO_GROUPS, Decodes, Groups
 from minisgl_backend.progress import Progress
 from minisgl_backend.request import EMPTY, IntArray
 
@@ -155,7 +155,7 @@ class DecodeGraphs:
         self._inputs.lines[0] = table.dummy_row
         self._lines: IntArray = np.zeros((3, most), np.int32)
         """``lines`` of ``_inputs``, as they are on the device."""
-        self._lines[0], self._lines[1] = table.dummy_row, NO_TOKEN
+        self._lines[0], self._lines[1] = table.dummy_row, LAST_TOKEN
         self._schedule = schedule
         self._take_groups = take_groups or (lambda groups: False)
         self._take_rows = take_rows
@@ -208,19 +208,19 @@ class DecodeGraphs:
     def replay(
         self,
         decodes: Decodes,
-        told: IntArray,
+        tokens: IntArray,
         grants: IntArray,
         groups: Groups = NO_GROUPS,
         *,
         all_logits: bool = True,
     ) -> StepOutput:
-        """Enqueue a decode step that first writes ``grants``, int32 [3, num_grants]. It is
-        ``told`` its tokens, int32 [num_decodes], of which some may be ``NO_TOKEN``, or none.
+        """Enqueue a decode step that first writes ``grants``, int32 [3, num_grants]. ``tokens``,
+        int32 [num_decodes], are each a token id or ``LAST_TOKEN``; if there are none, all are that.
         Members of ``groups`` are indices of ``decodes``. ``all_logits``: see ``Sampler.sample``.
 
         The first elements of the output belong to the rows, the others to padding.
         """
-        size = self._prepare(decodes, told, grants)
+        size = self._prepare(decodes, tokens, grants)
         is_grouped = size >= _LEAST_GROUPED and self._take_groups(groups)
         if not self._whole:
             return self._parts[is_grouped].replay(size, all_logits=all_logits)()
@@ -228,21 +228,23 @@ class DecodeGraphs:
         graph.replay()
         return graph.output
 
-    def begin(self, decodes: Decodes, told: IntArray, grants: IntArray) -> Callable[[], StepOutput]:
+    def begin(
+        self, decodes: Decodes, tokens: IntArray, grants: IntArray
+    ) -> Callable[[], StepOutput]:
         """Enqueue the step up to its logits. Calling the result enqueues the rest, and must be done
         before any other step."""
-        return self._parts[False].replay(self._prepare(decodes, told, grants), all_logits=True)
+        return self._parts[False].replay(self._prepare(decodes, tokens, grants), all_logits=True)
 
-    def _prepare(self, decodes: Decodes, told: IntArray, grants: IntArray) -> int:
+    def _prepare(self, decodes: Decodes, tokens: IntArray, grants: IntArray) -> int:
         """Write the inputs of a step; returns the size of its graph."""
         rows = decodes.rows
         num_rows, num_grants = len(rows), grants.shape[1]
         size = self._sizes[bisect.bisect_left(self._sizes, num_rows)]
         known, lines = self._lines[:, :size], np.zeros((3, size), np.int32)
         lines[0, :num_rows], lines[0, num_rows:] = rows, self._table.dummy_row
-        lines[1] = NO_TOKEN
-        if len(told):
-            lines[1:, :num_rows] = told, decodes.positions
+        lines[1] = LAST_TOKEN
+        if len(tokens):
+            lines[1:, :num_rows] = tokens, decodes.positions
         if num_grants or not np.array_equal(known, lines):
             known[:] = lines
             parts = [num_grants], self._lines.ravel(), grants.T.ravel()

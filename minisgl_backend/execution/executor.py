@@ -159,15 +159,15 @@ class ModelExecutor:
         self._write(plan, loaded)
         grants = stages.rows.lines_of(plan.grants, plan.window_grants)
         all_logits = stages.sampler.need_all_logits(plan.sample_rows)
-        decodes, told, groups = self._decode_step(plan)
+        decodes, tokens, groups = self._decode_step(plan)
         graphs = self._graphs_for(decodes.rows).decode
         if len(decodes.rows) and graphs and graphs.fits(len(decodes.rows)):
             if grants.shape[1] > graphs.max_grants:
                 stages.rows.grant(grants)
                 grants = grants[:, :0]
             if len(plan.masked_rows):
-                return partial(self._finish, plan, graphs.begin(decodes, told, grants))
-            replay = partial(graphs.replay, decodes, told, grants, groups, all_logits=all_logits)
+                return partial(self._finish, plan, graphs.begin(decodes, tokens, grants))
+            replay = partial(graphs.replay, decodes, tokens, grants, groups, all_logits=all_logits)
             return partial(self._finish, plan, replay)
         stages.rows.grant(grants)
         batch = FlatBatch.of(plan)
@@ -181,8 +181,8 @@ class ModelExecutor:
 
     def _decode_step(self, plan: StepPlan) -> tuple[Decodes, IntArray, Groups]:
         """What the step decodes if it has no chunks, or none but guesses that can be computed as
-        decoding rows; the tokens that it is told; and its groups. Nothing if it has other chunks.
-        """
+        decoding rows; its tokens that come from the host; and its groups. Nothing if it has other
+        chunks."""
         if not len(plan.chunks.rows):
             return plan.decodes, EMPTY, plan.groups_by_index
         if self._states is not None:  # which go from one guess of a row to the next

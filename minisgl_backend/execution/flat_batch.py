@@ -6,16 +6,12 @@ All arrays are on the host. Must not know pages: the page table is on the device
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Final
 
 import numpy as np
 
 from minisgl_backend.device.base import HostArray
-from minisgl_backend.plan import NO_GROUPS, NO_TOKEN, Decodes, Groups, Snapshots, StepPlan
+from minisgl_backend.plan import LAST_TOKEN, NO_GROUPS, Decodes, Groups, Snapshots, StepPlan
 from minisgl_backend.request import EMPTY, IntArray
-
-LAST_TOKEN: Final = NO_TOKEN
-"""Stands for the token that the row sampled last, which only the device knows."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

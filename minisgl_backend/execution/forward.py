@@ -17,7 +17,7 @@ from minisgl_backend.attention.base import Chunks, DecodeRows, PagedAttention
 from minisgl_backend.device.base import Device
 from minisgl_backend.execution.adapters import RowAdapters
 from minisgl_backend.execution.chunk_graphs import ChunkInputs
-from minisgl_backend.execution.flat_batch import LAST_TOKEN, FlatBatch
+from minisgl_backend.execution.flat_batch import FlatBatch
 from minisgl_backend.execution.rows import DeviceRows
 from minisgl_backend.execution.states import StateStorage
 from minisgl_backend.kernels.adapters import AdaptedTokens
@@ -25,6 +25,7 @@ from minisgl_backend.kernels.delta_runs import Runs
 from minisgl_backend.kernels.rows import DecodeInputs
 from minisgl_backend.models.decoder import Decoder
 from minisgl_backend.models.token_mixing import RecurrentRows
+from minisgl_backend.plan import LAST_TOKEN
 
 
 class ForwardPass:

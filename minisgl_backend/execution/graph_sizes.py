@@ -27,8 +27,7 @@ to launch its kernels (about a millisecond)."""
 
 def most_decode_rows(options: EngineOptions) -> int:
     """The most rows of a decode step. A guess counts as one, too (``execution.checks``)."""
-    num_guessing = min(options.speculative_max_requests, options.max_running_requests)
-    return max(options.max_running_requests, num_guessing * (1 + options.speculative_tokens))
+    return max(options.max_running_requests, options.most_checks + options.most_guesses)
 
 
 def max_captured_batch_size(options: EngineOptions, weights_per_layer: int) -> int:

@@ -126,7 +126,7 @@ class CapturedRuns:
         room: Callable[[int], int],
         most_tokens: int,
         *,
-        most_checks: int = 0,
+        most_checks: int,
     ):
         """``room`` gives the number of chunks that a step of a given number of tokens may have;
         ``most_tokens`` is the size of the largest step. Up to ``most_checks`` rows of a step have

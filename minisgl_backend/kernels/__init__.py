@@ -20,8 +20,9 @@ are contiguous in their last dimension; importing this package needs neither a G
 With ``pdl=True`` a kernel may start before its predecessor on the stream has finished, and then
 waits for it itself (programmatic dependent launch). All kernels wait, so each sees all earlier
 writes. Before its wait a kernel may read weights. Decode attention of ``kernels.cuda`` also reads
-its runs, the page table and the pages, except each row's newest position. So the launch right
-before it must write none of these, and must let it start only when all earlier launches have ended.
+its runs, the page table and the pages, except each row's newest positions, which the step writes.
+So the launch right before it must write none of these, and must let it start only when all earlier
+launches have ended.
 The same holds for experts: before their waits, the second GEMM reads which rows each expert has,
 and the sum over experts reads the residual stream, the weights of choices and the gate of a shared
 expert.

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from minisgl_backend.kernels.dispatch import use_triton
 from minisgl_backend.kernels.sampling_table import ONCE, Samples, SamplingTable
-from minisgl_backend.plan import NO_TOKEN
+from minisgl_backend.plan import LAST_TOKEN
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,11 +75,11 @@ class RowTable:
 class StepInputs:
     """What the host tells a decode step, in one buffer: int32 [1 + 3 * max_batch + 3 * max_grants].
 
-        num_grants | rows | told | positions | (line, index, page) of each grant
+        num_grants | rows | tokens | positions | (line, index, page) of each grant
 
-    ``rows``, ``told`` and ``positions`` have ``max_batch`` numbers each. If a row is told a token,
-    it computes that one at that position, and otherwise, if ``told`` is -1, its last one. A row may
-    be told several tokens, in ascending order, each in an element of its own. A grant means
+    ``rows``, ``tokens`` and ``positions`` have ``max_batch`` numbers each. A row computes the token
+    at the position; or, if the token is ``LAST_TOKEN``, the one in the table. A row with guesses
+    occurs several times, next to each other, at ascending positions. A grant means
     lines[line, index] = page.
     """
 
@@ -91,12 +91,12 @@ class StepInputs:
     def empty(cls, max_batch: int, max_grants: int, device: torch.device) -> StepInputs:
         size = 1 + 3 * max_batch + 3 * max_grants
         inputs = cls(torch.zeros(size, dtype=torch.int32, device=device), max_batch, max_grants)
-        inputs.lines[1] = NO_TOKEN
+        inputs.lines[1] = LAST_TOKEN
         return inputs
 
     @property
     def lines(self) -> Tensor:
-        """``rows``, ``told`` and ``positions``, int32 [3, max_batch]."""
+        """``rows``, ``tokens`` and ``positions``, int32 [3, max_batch]."""
         return self.buffer[1 : 1 + 3 * self.max_batch].view(3, self.max_batch)
 
     @property
@@ -156,10 +156,10 @@ def begin_decode_reference(
         grants = given.grants[:num_grants]
         table.lines[grants[:, 0], grants[:, 1]] = grants[:, 2]
         given.buffer[0] = 0
-    rows, told, positions = given.lines[:, : len(inputs.rows)]
-    is_told = told != NO_TOKEN
-    torch.where(is_told, told, table.tokens[rows], out=inputs.tokens)
-    torch.where(is_told, positions, table.lengths[rows], out=inputs.positions)
+    rows, tokens, positions = given.lines[:, : len(inputs.rows)]
+    is_last = tokens == LAST_TOKEN
+    torch.where(is_last, table.tokens[rows], tokens, out=inputs.tokens)
+    torch.where(is_last, table.lengths[rows], positions, out=inputs.positions)
     torch.add(inputs.positions, 1, out=inputs.lengths)
     of_kinds = ((table.pages, inputs.slots), (table.window_pages, inputs.window_slots))
     for pages, slots in of_kinds:

@@ -68,7 +68,8 @@ class SamplingTable(NamedTuple):
             # unlike torch's, numpy's zeros are pages that the system maps only when touched
             marks=torch.from_numpy(np.zeros(lines, np.int32)).to(device),
             bias=torch.from_numpy(np.zeros(lines, np.float32)).to(device),
-            masks=torch.zeros(of_masks, dtype=torch.int32, device=device),
+            # all tokens, as for samples of rows that have ended before their masks were written
+            masks=torch.full(of_masks, -1, dtype=torch.int32, device=device),
         )
         table.column("top_p").fill_(1)
         table.column("repetition").fill_(1)

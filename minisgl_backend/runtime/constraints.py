@@ -189,6 +189,7 @@ class Constraints:
         """Let the matchers of a step's masked rows take its tokens; returns the requests that end
         because of it. ``token_ids`` are those of all samples of the step, masked or not."""
         assert self._grammars is not None
+        self._last = None
         request_ids, batch = masks.masked.request_ids, masks.masked.batch
         token_ids = token_ids[masks.samples]
         if batch.guesses:

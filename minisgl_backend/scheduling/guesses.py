@@ -64,7 +64,6 @@ class Guesser:
         found, rows = {}, self._rows
         # a guess at the last token that a row may have would be of no use
         most = np.minimum(self._most_tokens, rows.limit[ready] - rows.planned[ready] - 2)
-        most = np.where(self._may_have[ready] > 0, most, 0)
         lookups = np.minimum(most, self._may_have[ready])
         lookups = np.where(rows.planned[ready] >= self._begin_at[ready], lookups, 0)
         has_grammar = rows.masked[ready]

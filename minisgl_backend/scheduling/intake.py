@@ -199,13 +199,6 @@ class _Check:
 def _checks(plan: StepPlan) -> list[_Check]:
     """The guesses in a plan, row by row."""
     chunks = plan.chunks
-    sample_ends, token_ends = np.cumsum(chunks.num_sampled), np.cumsum(chunks.lengths)
-    return [
-        _Check(
-            row=int(chunks.rows[chunk]),
-            guesses=chunks.tokens[token_ends[chunk] - count + 1 : token_ends[chunk]],
-            first=int(sample_ends[chunk]) - count,
-        )
-        for chunk, count in enumerate(chunks.num_sampled.tolist())
-        if count > 1
-    ]
+    firsts = (np.cumsum(chunks.num_sampled) - chunks.num_sampled)[chunks.have_guesses].tolist()
+    guesses = chunks.guesses().items()
+    return [_Check(row, of, first) for (row, of), first in zip(guesses, firsts, strict=True)]

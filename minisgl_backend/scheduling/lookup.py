@@ -20,6 +20,8 @@ _LEAST: Final = 3
 """Number of last tokens that must have stood there."""
 _MOST: Final = 32
 """Number of last tokens that are compared. Almost all guesses after as many are right."""
+_MOST_PLACES: Final = 2048
+"""Number of places of the last token, the latest ones, that are looked at."""
 _END: Final = -1
 """Stands behind each answer; no token equals it."""
 
@@ -34,9 +36,10 @@ class RecentAnswers:
         self._next = 0
 
     def add(self, answer: IntArray, cache_key: str) -> None:
-        """Keep an answer, int32[num_tokens], in place of the oldest ones."""
+        """Keep an answer, int32[num_tokens], in place of the oldest ones; unless it is too short to
+        tell anything."""
         size = len(self._tokens)
-        if not size:
+        if not size or len(answer) <= _LEAST:
             return
         tokens = np.append(answer[-(size - 1) :], np.int32(_END))
         places = np.arange(self._next, self._next + len(tokens)) % size
@@ -47,7 +50,9 @@ class RecentAnswers:
         """How many of the last ``tokens``, int32[num_tokens], stand in an answer, and what follows
         there, up to ``most``."""
         ends = np.flatnonzero(self._tokens == tokens[-1])
-        end, length = _longest(self._tokens, ends[self._keys[ends] == hash(cache_key)], tokens)
+        ends = ends[self._keys[ends] == hash(cache_key)]
+        ends = np.roll(ends, -int(np.searchsorted(ends, self._next)))  # the oldest first
+        end, length = _longest(self._tokens, ends, tokens)
         if not length:
             return 0, EMPTY
         found = self._tokens[np.arange(end + 1, end + 1 + most) % len(self._tokens)]
@@ -76,10 +81,11 @@ def guesses_at(
 def _longest(text: IntArray, ends: IntArray, tokens: IntArray) -> tuple[int, int]:
     """The longest part of ``text`` that equals the last ``tokens`` and is at least ``_LEAST`` long,
     up to ``_MOST``: the index of its last token, and its length; of equally long ones the last.
-    The length is 0 if there is none. ``ends`` are the indices, ascending, of ``tokens[-1]``."""
+    The length is 0 if there is none. ``ends`` are the indices of ``tokens[-1]``, in order."""
     most, length = min(_MOST, len(tokens)), 0
     if not len(ends):
         return 0, 0
+    ends = ends[-_MOST_PLACES:]
     # the last place first: where a text repeats itself again and again, all are as good
     end = int(ends[-1])
     if np.array_equal(text[max(0, end + 1 - most) : end + 1], tokens[-most:]):

@@ -115,7 +115,7 @@ class Scheduler:
         self._config = config
         self._counters = counters or Counters()
         places = AdapterPlaces(config.num_adapter_slots)
-        recent = RecentAnswers(config.speculative_recent_tokens)
+        recent = RecentAnswers(config.speculative_recent_tokens if config.speculative_tokens else 0)
         self._life = Lifecycle(
             cache,
             config.max_running_requests,

@@ -101,7 +101,7 @@ def test_state_of_rows(device: torch.device, batch: int, dummy_window_page: int 
     for given in givens:
         given.buffer[0] = batch
         given.lines[0, :batch] = chosen
-        given.lines[1, : batch // 2 : 2] = 7  # told, at this position
+        given.lines[1, : batch // 2 : 2] = 7  # in place of the last token, at this position
         given.lines[2, :batch] = 40
         given.grants[:batch] = grants
     actual = rows.begin_decode(tables[0], givens[0], batch, page_size)

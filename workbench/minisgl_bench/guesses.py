@@ -88,8 +88,8 @@ def guesses(
     """How often guesses would be right if a model wrote ANSWERS, which are text files, one after
     another.
 
-    tokens a check: that a step with guesses gives on average; compare "tokens to gain" of `minisgl
-    bench speculation`. tokens a step: of all steps.
+    tokens a check: that a step with guesses gives on average; compare "tokens to save time" of
+    `minisgl bench speculation`. tokens a step: of all steps.
     """
     encoder = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
 

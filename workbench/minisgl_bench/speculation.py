@@ -98,7 +98,7 @@ def speculation(
             guesses=guesses,
             plain_ms=round(plain_ms, 3),
             check_ms=round(check_ms, 3),
-            tokens_to_gain=round(check_ms / plain_ms, 2),
+            tokens_to_save_time=round(check_ms / plain_ms, 2),
             times_as_fast_at_most=round((1 + guesses) * plain_ms / check_ms, 2),
         )
     report.emit(json_path)

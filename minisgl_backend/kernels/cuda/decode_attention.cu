@@ -1,4 +1,4 @@
-// Attention of one new token per row over its paged KV cache, for GPUs of compute capability 9 and later.
+// Attention of decoding rows over their paged KV caches, for GPUs of compute capability 9 and later.
 //
 // Work is cut by bytes, not by rows ("stream-K", arXiv 2301.03598; for attention, arXiv 2405.10480): the tiles of all
 // rows, of 16 or 32 positions each, form one sequence, and each thread block takes an equal run of it. So ragged
@@ -29,7 +29,8 @@
 // FP8, BFLOAT16 (type of q and out; otherwise float16), WARPS (per thread block; unless SPLIT, a divisor of KV_HEADS),
 // STAGES (per ring), PER_PROCESSOR (thread blocks per multiprocessor), LEAVING (what a row costs besides its tiles, in
 // tiles), LEAST (the fewest tiles of a run), PARTS (of 16 positions, per tile), COLUMNS (pairs of a fragment's columns
-// that hold query heads, rounded up to 1, 2 or 4), SPLIT, SHARED, MOST_SLOTS (the most partial results of a row).
+// that hold query heads, rounded up to 1, 2 or 4), WRITTEN (the most positions of a row that a step writes, which are
+// its newest), SPLIT, SHARED, MOST_SLOTS (the most partial results of a row).
 
 #include "empty_words.cuh"
 
@@ -200,7 +201,7 @@ decode_attention(const Arguments args) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int g = lane / 4, j = lane % 4;   // a fragment's row and pair of columns
     // This kernel starts when its predecessor does, which has waited for all kernels before it. What those wrote may be
-    // read: everything but q and the newest position of each row.
+    // read: everything but q and the newest positions of each row, at most WRITTEN.
     allow_next();
     bool waited = false;
     const auto wait_once = [&] {
@@ -279,7 +280,7 @@ decode_attention(const Arguments args) {
         if (ahead.tile < ahead.end) {
             const int position = ahead.position(args);
             const int length = ahead.span.length;
-            if (position + TILE >= length) wait_once();
+            if (position + TILE + WRITTEN > length) wait_once();
             const int first = first_seen(length, args.window);
             const int kv_head = kv_head_of(ahead);
             const u32 keys = ring + stage * STAGE_BYTES, values = keys + TILE_BYTES;

@@ -33,7 +33,8 @@ _HEADS: Final = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeShape:
-    """What kernels are compiled for. ``dtype`` is that of queries, ``kv_dtype`` that of pages."""
+    """What kernels are compiled for. ``dtype`` is that of queries, ``kv_dtype`` that of pages. A
+    step writes keys and values at up to ``most_written`` positions of a row, the newest ones."""
 
     num_heads: int
     num_kv_heads: int
@@ -41,6 +42,7 @@ class DecodeShape:
     page_size: int
     dtype: torch.dtype
     kv_dtype: torch.dtype
+    most_written: int = 1
 
     @property
     def group(self) -> int:
@@ -229,6 +231,7 @@ class DecodeAttentionKernel:
             "LEAST": num_warps * cut.stages if split else cut.least,
             "PARTS": cut.parts,
             "COLUMNS": shape.columns,
+            "WRITTEN": shape.most_written,
             "MOST_SLOTS": MOST_SLOTS,
             "SHARED": grouped,
             "SPLIT": split,
@@ -291,8 +294,9 @@ class DecodeAttentionKernel:
         """See ``minisgl_backend.kernels.decode_attention.decode_attention``; int32 tensors only.
 
         ``runs`` is what ``plan`` returned for the same arguments. With ``pdl`` the launch right
-        before this one may write only ``q`` and each row's newest position, and must let this one
-        start only after all launches before it have ended.
+        before this one may write only ``q`` and each row's newest positions, at most
+        ``DecodeShape.most_written``, and must let this one start only after all launches before it
+        have ended.
         """
         keys, values = kv.keys, kv.values
         assert keys.stride() == values.stride() and keys.stride(3) == 1

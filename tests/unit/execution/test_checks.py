@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from minisgl_backend.execution.checks import as_decodes
-from minisgl_backend.plan import NO_GROUPS, NO_TOKEN, Decodes, Groups, PromptChunks, StepPlan
+from minisgl_backend.plan import LAST_TOKEN, NO_GROUPS, Decodes, Groups, PromptChunks, StepPlan
 from minisgl_backend.request import IntArray
 
 
@@ -30,7 +30,7 @@ def test_each_token_is_like_a_row_of_its_own() -> None:
     decodes, tokens, groups = as_decodes(plan, None)
     assert decodes.rows.tolist() == [3, 3, 3, 0, 0, 1, 2] == plan.sample_rows.tolist()
     assert decodes.positions.tolist() == [9, 10, 11, 2, 3, 20, 30]
-    assert tokens.tolist() == [5, 6, 7, 8, 9, NO_TOKEN, NO_TOKEN]
+    assert tokens.tolist() == [5, 6, 7, 8, 9, LAST_TOKEN, LAST_TOKEN]
     assert not len(groups.sizes)
     assert {of.dtype for of in (decodes.rows, decodes.positions, tokens)} == {np.dtype(np.int32)}
 
@@ -67,4 +67,10 @@ def test_known_tokens_before_the_last_one_are_not_decoded() -> None:
     check = guesses((3, 9, (5, 6, 7)))
     chunks = PromptChunks(check.rows, check.starts, check.lengths, ints(2), check.tokens)
     decodes, _, _ = as_decodes(StepPlan(step=0, chunks=chunks), None)
+    assert not len(decodes.rows)
+
+
+def test_the_positions_that_many_rows_read_again_are_counted_in_full() -> None:
+    many = [(row, 200_000, tuple(range(65))) for row in range(256)]
+    decodes, _, _ = as_decodes(StepPlan(step=0, chunks=guesses(*many)), 2**31)
     assert not len(decodes.rows)

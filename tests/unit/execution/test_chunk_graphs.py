@@ -28,7 +28,7 @@ from minisgl_backend.execution.chunk_graphs import (
     max_chunks,
 )
 from minisgl_backend.execution.executor import ModelExecutor
-from minisgl_backend.execution.flat_batch import LAST_TOKEN, FlatBatch
+from minisgl_backend.execution.flat_batch import FlatBatch
 from minisgl_backend.execution.forward import ForwardPass
 from minisgl_backend.execution.rows import DeviceRows
 from minisgl_backend.execution.stages import ExecutorLimits
@@ -38,7 +38,7 @@ from minisgl_backend.kernels.rows import StepInputs, begin_decode
 from minisgl_backend.models.build import build_model
 from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.parallel.group import OneRank
-from minisgl_backend.plan import Decodes, Snapshots, StepPlan
+from minisgl_backend.plan import LAST_TOKEN, Decodes, Snapshots, StepPlan
 from minisgl_backend.request import IntArray
 from tests.conformance.checkpoints import CONTEXT, VOCAB_SIZE, write_checkpoint
 from tests.unit.execution.test_flat_batch import ints, plan_of
@@ -194,10 +194,10 @@ class Layers:
     def over_batch(self, plan: StepPlan) -> Tensor:
         return self.forward.over_batch(FlatBatch.of(plan))
 
-    def over_decodes(self, decodes: Decodes, told: IntArray) -> Tensor:
+    def over_decodes(self, decodes: Decodes, tokens: IntArray) -> Tensor:
         """As decode graphs compute it."""
         given = StepInputs.empty(len(decodes.rows), 0, torch.device("cpu"))
-        lines = np.stack([decodes.rows, told, decodes.positions])
+        lines = np.stack([decodes.rows, tokens, decodes.positions])
         given.lines[:] = torch.from_numpy(lines)
         table = self.rows.table
         return self.forward.over_decodes(begin_decode(table, given, lines.shape[1], PAGE_SIZE))
@@ -322,8 +322,8 @@ def test_guesses_are_alike_as_chunks_and_as_decoding_rows(
     expected = layers.over_batch(plan).roll(-1, 0)  # decoding rows come first there
     after = layers.copy_of_memory()
     layers.go_back(before)
-    decodes, told, _ = as_decodes(plan, None)
-    torch.testing.assert_close(layers.over_decodes(decodes, told), expected, atol=1e-4, rtol=1e-4)
+    decodes, tokens, _ = as_decodes(plan, None)
+    torch.testing.assert_close(layers.over_decodes(decodes, tokens), expected, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(layers.memory, after, atol=1e-4, rtol=1e-4)
 
 

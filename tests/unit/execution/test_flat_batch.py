@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from minisgl_backend.execution.flat_batch import LAST_TOKEN, FlatBatch
-from minisgl_backend.plan import Decodes, Groups, PromptChunks, StepPlan
+from minisgl_backend.execution.flat_batch import FlatBatch
+from minisgl_backend.plan import LAST_TOKEN, Decodes, Groups, PromptChunks, StepPlan
 from minisgl_backend.request import IntArray
 
 

@@ -18,6 +18,7 @@ from minisgl_backend.execution.graph_sizes import (
     batch_sizes,
     graph_sizes,
     max_captured_batch_size,
+    most_decode_rows,
     token_counts,
 )
 
@@ -164,3 +165,22 @@ def test_token_counts_leave_little_to_padding(whole_step: int, most: int) -> Non
     assert sizes[-1] == min(whole_step, most)
     for smaller, size in pairwise(sizes):
         assert size <= (2 if size <= 128 else 1.25) * smaller
+
+
+@pytest.mark.parametrize(
+    ("chosen", "most"),
+    [
+        ({}, 256),
+        ({"speculative_tokens": 7}, 256),
+        ({"speculative_tokens": 63, "max_running_requests": 100}, 8 + 8 * 63),
+        ({"speculative_tokens": 7, "max_running_requests": 4}, 4 + 4 * 7),
+        ({"speculative_tokens": 64, "max_running_requests": 8, "max_prefill_tokens": 64}, 8 + 32),
+        ({"speculative_tokens": 64, "speculative_max_requests": 256}, 256 + 4096),
+    ],
+)
+def test_a_decode_step_has_a_row_for_each_guess(chosen: dict[str, Any], most: int) -> None:
+    options = EngineOptions(**chosen)
+    assert most_decode_rows(options) == most
+    assert most <= options.max_running_requests + options.most_guesses, (
+        "the table has as many lines"
+    )

@@ -1105,7 +1105,7 @@ def samples_of(inputs: DecodeInputs) -> Samples:
     return Samples(inputs.rows, inputs.lengths, inputs.tokens)
 
 
-def test_rows_may_be_told_several_tokens_each() -> None:
+def test_rows_may_have_several_tokens_each() -> None:
     table = RowTable.empty(3, max_pages=3, dummy_page=9, vocab_size=20, device=CPU)
     table.tokens[:3] = torch.tensor([10, 11, 12], dtype=torch.int32)
     table.lengths[:3] = torch.tensor([5, 6, 1], dtype=torch.int32)

@@ -88,6 +88,28 @@ def test_new_answers_take_the_place_of_the_oldest() -> None:
     assert guesses_at(ints(9, 54, 55, 56), 9, answers).tolist() == [57, 58, 59]
 
 
+def test_of_equal_matches_the_newest_answer_counts() -> None:
+    answers = recent((1, 2, 3, 4), (1, 2, 3, 5), (1, 2, 3, 6), size=13)
+    assert guesses_at(ints(9, 1, 2, 3), 1, answers).tolist() == [6]
+    answers.add(ints(1, 2, 3, 7), "")  # in front of the one before it
+    assert guesses_at(ints(9, 1, 2, 3), 1, answers).tolist() == [7]
+
+
+def test_answers_of_few_tokens_take_no_room() -> None:
+    answers = recent((1, 2, 3, 4), size=10)
+    for _ in range(9):
+        answers.add(ints(8, 8, 8), "")
+        answers.add(ints(), "")
+    assert guesses_at(ints(9, 1, 2, 3), 1, answers).tolist() == [4]
+
+
+def test_only_the_latest_places_of_a_token_are_looked_at() -> None:
+    often = (5, 6) * 3000
+    assert guesses_at(ints(1, 5, 9, *often, 1, 5), 1).tolist() == []
+    assert guesses_at(ints(1, 5, 9, 7, *often, 9, 7, 5, 6), 2).tolist() == []
+    assert guesses_at(ints(*often, 5), 3).tolist() == [6, 5, 6]
+
+
 @pytest.mark.parametrize("size", [0, 1, 2])
 def test_next_to_no_room(size: int) -> None:
     answers = recent((1, 2, 3, 4), (), size=size)

@@ -50,8 +50,10 @@ class RecentAnswers:
         """How many of the last ``tokens``, int32[num_tokens], stand in an answer, and what follows
         there, up to ``most``."""
         ends = np.flatnonzero(self._tokens == tokens[-1])
+        split = int(np.searchsorted(ends, self._next))
+        older, newer = ends[split:], ends[:split]
+        ends = np.concatenate([older[-_MOST_PLACES:], newer[-_MOST_PLACES:]])[-_MOST_PLACES:]
         ends = ends[self._keys[ends] == hash(cache_key)]
-        ends = np.roll(ends, -int(np.searchsorted(ends, self._next)))  # the oldest first
         end, length = _longest(self._tokens, ends, tokens)
         if not length:
             return 0, EMPTY

@@ -52,3 +52,29 @@ def test_an_empty_text_is_refused(text: str, tmp_path: Path) -> None:
     file.write_text(text, encoding="utf-8")
     result = CliRunner().invoke(main, ["bench", "guesses", str(file)])
     assert result.exit_code == (0 if text else 2), result.output
+
+
+def test_short_texts_have_as_many_guesses_as_long_ones() -> None:
+    tokens = np.array([1, 2, 3] * 5, np.int32)
+    (replay,) = replayed(tokens[:6], [tokens], most_guesses=64)
+    assert (replay.num_checks, replay.num_guesses) == (1, 13)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["binary"], "binary is not a text in UTF-8"),
+        (["text", "--prompt", "binary"], "binary is not a text in UTF-8"),
+        (["text", "--tokenizer", "."], "the tokenizer of . cannot be loaded"),
+        (["text", "--speculative-recent-tokens", "2000000"], "is not in the range"),
+    ],
+)
+def test_what_cannot_be_read_is_refused(
+    arguments: list[str], complaint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("binary").write_bytes(b"\xff\xfe\x00")
+    Path("text").write_text("a b c", encoding="utf-8")
+    result = CliRunner().invoke(main, ["bench", "guesses", *arguments])
+    assert result.exit_code == 2
+    assert complaint in result.output.replace("\n", " ")

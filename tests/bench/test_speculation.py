@@ -26,6 +26,7 @@ def test_steps_that_check_guesses_beside_plain_ones(tmp_path: Path) -> None:
         ("--speculative-tokens 3 --batch-size 9", "--batch-size is at most"),
         ("--speculative-tokens 3 --max-prefill-tokens 63", "must be at least 64, so that a step"),
         ("--speculative-tokens 3 --output-tokens 1", "is not in the range x>=2"),
+        ("--speculative-tokens 3 --output-tokens 4", "must be above 4, for a whole check"),
     ],
 )
 def test_what_would_not_be_measured_is_refused(arguments: str, complaint: str) -> None:

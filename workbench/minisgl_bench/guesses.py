@@ -16,9 +16,11 @@ from tokenizers import Tokenizer
 
 from minisgl_backend.cache.radix_cache import RadixCache
 from minisgl_backend.config import DEMO_MODEL
+from minisgl_backend.errors import ConfigError
 from minisgl_backend.plan import SampledTokens
 from minisgl_backend.request import IntArray, Request, RequestId, SamplingParams
 from minisgl_backend.scheduling.scheduler import Scheduler, SchedulerConfig
+from minisgl_backend.text.tokenizer_files import understood
 from minisgl_kit.report import Report, json_option
 
 _PAGE_SIZE = 16
@@ -45,7 +47,7 @@ def replayed(
     config = SchedulerConfig(
         speculative_tokens=most_guesses,
         speculative_recent_tokens=recent_tokens,
-        max_prefill_tokens=most_tokens + 1,
+        max_prefill_tokens=max(most_tokens, 2 * (1 + most_guesses)),  # guesses get half of it
     )
     scheduler = Scheduler(RadixCache(-(-most_tokens // _PAGE_SIZE), _PAGE_SIZE), config)
     for number, answer in enumerate(answers):
@@ -64,6 +66,13 @@ def replayed(
         )
 
 
+def _text_of(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise click.UsageError(f"{file} is not a text in UTF-8") from error
+
+
 @click.command()
 @click.argument("answers", nargs=-1, required=True, type=_FILE)
 @click.option("--prompt", "prompt_file", type=_FILE, help="what the answers follow")
@@ -75,7 +84,7 @@ def replayed(
     help="folder with a tokenizer.json",
 )
 @click.option("--speculative-tokens", type=click.IntRange(1, 64), default=7, show_default=True)
-@click.option("--speculative-recent-tokens", type=click.IntRange(min=0), default=65536)
+@click.option("--speculative-recent-tokens", type=click.IntRange(0, 2**20), default=65536)
 @json_option
 def guesses(
     answers: tuple[Path, ...],
@@ -91,13 +100,17 @@ def guesses(
     tokens a check: that a step with guesses gives on average; compare "tokens to save time" of
     `minisgl bench speculation`. tokens a step: of all steps.
     """
-    encoder = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
+    try:
+        with understood(tokenizer):
+            encoder = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
+    except ConfigError as error:
+        raise click.UsageError(str(error)) from error
 
     def encoded(text: str) -> IntArray:
         return np.array(encoder.encode(text, add_special_tokens=False).ids, np.int32)
 
-    prompt = encoded("\n" if prompt_file is None else prompt_file.read_text(encoding="utf-8"))
-    texts = [encoded(file.read_text(encoding="utf-8")) for file in answers]
+    prompt = encoded("\n" if prompt_file is None else _text_of(prompt_file))
+    texts = [encoded(_text_of(file)) for file in answers]
     if not all(map(len, [prompt, *texts])):
         raise click.UsageError("an answer or the prompt is empty")
     info = {

@@ -7,7 +7,6 @@ durations is the number of tokens that a check must give on average to save time
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -36,7 +35,8 @@ def step_ms(
     engine: Engine, batch: int, *, prompt_tokens: int, output_tokens: int, guesses: int
 ) -> float:
     """The mean duration of the steps of ``batch`` requests once all have their first token. Each
-    step gives each of them one token and all its ``guesses``."""
+    step gives each of them one token and all its ``guesses``, of which ``output_tokens``, less the
+    first, are a multiple."""
     rng = np.random.default_rng()  # no prompt may be in the prefix cache
     num_ids = num_drawn_ids(engine.info.vocab_size)
     prompts = []
@@ -46,7 +46,7 @@ def step_ms(
         prompts.append(Prompt(tokens, output_tokens))
     sinks, _ = run_engine(engine, prompts, _FORCED)
     last = max(sinks, key=lambda sink: sink.times_s[0])
-    num_steps = math.ceil((output_tokens - 1) / (1 + guesses))
+    num_steps = (output_tokens - 1) // (1 + guesses)
     return 1e3 * (last.times_s[-1] - last.times_s[0]) / num_steps
 
 
@@ -75,6 +75,10 @@ def speculation(
         raise click.UsageError("--speculative-tokens must be above 0")
     if max(batch_sizes) > options.speculative_max_requests:
         raise click.UsageError("--batch-size is at most --speculative-max-requests")
+    of_step = 1 + options.speculative_tokens
+    if output_tokens <= of_step:
+        raise click.UsageError(f"--output-tokens must be above {of_step}, for a whole check")
+    output_tokens = 1 + (output_tokens - 1) // of_step * of_step
     _check_budget(options, max(batch_sizes), has_states=False)
     check_batches(batch_sizes, options)
 

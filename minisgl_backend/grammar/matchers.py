@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import copy
 from enum import Enum, auto
@@ -243,14 +244,15 @@ class Filling:
         self._compiler = compiler
 
     def wait(self) -> None:
-        """Wait until all are written: then the matchers may be used."""
+        """Wait until all are written, or cannot be: then the matchers may be used."""
         if self._work is not None:
-            self._work.result()
+            futures.wait([self._work])
 
     def result(self) -> dict[int, str]:
         """Wait until all are written. If any matchers have reached their limits, returns why, by
         index."""
-        self.wait()
+        if self._work is not None:
+            self._work.result()
         batch = self._batch
         for index, matcher in batch.with_rules:
             if not self._inners[index].is_error():

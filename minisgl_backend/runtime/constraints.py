@@ -131,7 +131,6 @@ class Constraints:
 
     def come_back(self, request_id: RequestId, token_ids: Sequence[TokenId]) -> None:
         """The request starts again with the tokens that it has, after a step that broke."""
-        self._last = None  # else what broke its masks would be raised again
         matcher = self._matchers.get(request_id)
         if matcher is not None:
             matcher.start_anew(token_ids)

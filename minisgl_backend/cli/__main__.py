@@ -5,15 +5,18 @@ from __future__ import annotations
 import signal
 import sys
 
-from minisgl_backend.cli.interrupt import end_in_time, ended_by_ctrl_c
+from minisgl_backend.cli.interrupt import INTERRUPTED, end_in_time, ended_by_ctrl_c
 
 
 def main() -> None:
     """Run the command that the arguments name."""
-    with ended_by_ctrl_c():
-        from minisgl_backend.cli.main import main as command
-    end_in_time(_takes_over)
-    command()
+    try:
+        with ended_by_ctrl_c():
+            from minisgl_backend.cli.main import main as command
+        end_in_time(_takes_over)
+        command()
+    except KeyboardInterrupt:  # before the command has begun, and handles it itself
+        sys.exit(INTERRUPTED)
 
 
 def _takes_over(number: int) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -394,15 +395,18 @@ def test_an_answer_that_a_deadline_cuts(paced_server: TritonServer, jsonl: bool)
 
 @pytest.mark.parametrize("module", ["click.core", "numpy.exceptions"])
 def test_interrupted_while_it_starts(module: str) -> None:
-    """It prints nothing, whatever is being imported; here the importer reports how far it is."""
+    """It prints nothing, whatever is being imported; here the importer reports how far it is. The
+    server never answers, so the command does not end by itself."""
     python, *words = MINISGL
-    command = [python, "-X", "importtime", *words, "generate", "x", "--url", "127.0.0.1:1"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr
-        imported = (line.rpartition("|")[2].strip() for line in process.stderr)
-        assert module in imported
-        process.send_signal(signal.SIGINT)
-        rest = process.stderr.read()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"127.0.0.1:{silent.getsockname()[1]}"
+        command = [python, "-X", "importtime", *words, "generate", "x", "--url", url]
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+            assert process.stderr
+            imported = (line.rpartition("|")[2].strip() for line in process.stderr)
+            assert module in imported
+            process.send_signal(signal.SIGINT)
+            rest = process.stderr.read()
     assert process.returncode == 130
     assert all(line.startswith("import time: ") for line in rest.splitlines())
 

@@ -115,7 +115,9 @@ class Scheduler:
         self._config = config
         self._counters = counters or Counters()
         places = AdapterPlaces(config.num_adapter_slots)
-        recent = RecentAnswers(config.speculative_recent_tokens if config.speculative_tokens else 0)
+        recent: RecentAnswers | None = None
+        if config.speculative_tokens:
+            recent = RecentAnswers(config.speculative_recent_tokens)
         self._life = Lifecycle(
             cache,
             config.max_running_requests,
@@ -130,13 +132,13 @@ class Scheduler:
             group_cost_tokens=config.group_cost_tokens if config.names_groups else None,
             has_states=config.has_states,
             released_rows=list(taken_rows),
-            recent=recent if config.speculative_tokens else None,
+            recent=recent,
         )
         self._rows = self._life.rows
         self._queue = self._life.queue
         self._admission = AdmissionControl(self._life, config.reserve_tokens)
         self._guesser: Guesser | None = None
-        if config.speculative_tokens:
+        if recent is not None:
             self._guesser = Guesser(
                 self._rows,
                 recent,

@@ -35,6 +35,14 @@ SEEDS = {
 }
 """Of prompts for which the best token is clear in fp32, even if attention's GEMMs round to tf32."""
 
+WAYS: list[dict[str, Any]] = [
+    {},
+    {"overlap": False},
+    {"cuda_graph_max_batch_size": 0},
+    {"cuda_graph_max_tokens": 0},
+]
+"""Options with which guesses must not change a token."""
+
 
 def served(
     model: Path, prompts: list[IntArray], sampling: list[SamplingParams], **options: Any
@@ -70,12 +78,7 @@ def test_tokens_are_those_without_guesses(case: str, tmp_path: Path) -> None:
     prompts = [np.array(FEW, np.int32)[prompt] for prompt in drawn]
     plain, stats = served(tmp_path, prompts, SAMPLING)
     assert stats.num_guesses == 0
-    for changed in (
-        {},
-        {"overlap": False},
-        {"cuda_graph_max_batch_size": 0},
-        {"cuda_graph_max_tokens": 0},
-    ):
+    for changed in WAYS:
         tokens, stats = served(tmp_path, prompts, SAMPLING, speculative_tokens=5, **changed)
         assert tokens == plain, changed
         assert 0 < stats.num_right_guesses < stats.num_guesses
@@ -89,12 +92,7 @@ def test_tokens_with_penalties_are_those_without_guesses(tmp_path: Path) -> None
     penalties = [*PENALTIES[1:], *PENALTIES][: len(without)]
     sampling = [replace(each, **some) for each, some in zip(without, penalties, strict=True)]
     plain, _ = served(tmp_path, prompts, sampling)
-    for changed in (
-        {},
-        {"overlap": False},
-        {"cuda_graph_max_batch_size": 0},
-        {"cuda_graph_max_tokens": 0},
-    ):
+    for changed in WAYS:
         tokens, stats = served(tmp_path, prompts, sampling, speculative_tokens=5, **changed)
         assert tokens == plain, changed
         assert 0 < stats.num_right_guesses < stats.num_guesses
@@ -124,12 +122,7 @@ def test_tokens_with_grammars_are_those_without_guesses() -> None:
         for index in range(6)
     ]
     plain, _ = served(Path(DEMO_MODEL), prompts, sampling)
-    for changed in (
-        {},
-        {"overlap": False},
-        {"cuda_graph_max_batch_size": 0},
-        {"cuda_graph_max_tokens": 0},
-    ):
+    for changed in WAYS:
         tokens, stats = served(Path(DEMO_MODEL), prompts, sampling, speculative_tokens=5, **changed)
         assert tokens == plain, changed
         assert stats.num_right_guesses > 0

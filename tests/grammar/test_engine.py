@@ -498,7 +498,7 @@ def test_the_same_answer_after_a_step_that_broke(
 
 
 class NotFinite(PendingWrapper):
-    """A step in which a row gets no token."""
+    """A step in which a sample has no token."""
 
     def __init__(self, step: Pending, index: int) -> None:
         super().__init__(step)

@@ -22,7 +22,7 @@ from minisgl_backend.errors import EngineFailure
 from minisgl_backend.execution.launched import MaskedStep
 from minisgl_backend.grammar.matchers import Matcher
 from minisgl_backend.parts import STANDARD
-from minisgl_backend.plan import NO_TOKEN, Pending, SampledTokens, StepPlan
+from minisgl_backend.plan import Pending, StepPlan
 from minisgl_backend.request import (
     FinishReason,
     IntArray,
@@ -32,10 +32,10 @@ from minisgl_backend.request import (
     samples_of,
 )
 from minisgl_backend.runtime.constraints import Constraints
-from minisgl_kit.wrappers import ExecutorWrapper, PendingWrapper
+from minisgl_kit.wrappers import ExecutorWrapper
 from tests.conformance.checkpoints import write_checkpoint
 from tests.grammar.matching import EOS, VOCABULARY
-from tests.grammar.test_engine import OPTIONS, PROMPT, SCHEMA, grammar, piece, text_of
+from tests.grammar.test_engine import OPTIONS, PROMPT, SCHEMA, NotFinite, grammar, piece, text_of
 from tests.grammar.test_lookahead import letters
 from tests.parallel.engines import Answer, Ranked, ranked_engine, wait_for_all
 
@@ -305,20 +305,6 @@ def test_a_request_may_be_cancelled_while_its_guesses_are_checked(guessing: Rank
         assert answer.reason is FinishReason.CANCELLED
         assert answer.tokens == whole.tokens[: len(answer.tokens)]
         assert beside.tokens == whole.tokens
-
-
-class NotFinite(PendingWrapper):
-    """A step in which a sample has no token."""
-
-    def __init__(self, step: Pending, index: int) -> None:
-        super().__init__(step)
-        self.index = index
-
-    def tokens(self) -> SampledTokens:
-        sampled = super().tokens()
-        token_ids = sampled.token_ids.copy()
-        token_ids[self.index] = NO_TOKEN
-        return replace(sampled, token_ids=token_ids)
 
 
 class PoisonedExecutor(ExecutorWrapper):

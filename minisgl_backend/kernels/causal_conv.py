@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minisgl_backend.kernels.checks import Checks
 from minisgl_backend.kernels.delta_runs import Runs
 from minisgl_backend.kernels.dispatch import at_least_float32, use_triton
 from minisgl_backend.kernels.layer_states import rows_of
@@ -35,6 +36,29 @@ def causal_conv_runs(
     from minisgl_backend.kernels.triton_kernels.conv_blocks import launch_conv_blocks
 
     launch_conv_blocks(out, x, states, runs.blocks, runs.lines, weight, bias, silu=silu)
+
+
+def causal_conv_checks(
+    out: Tensor,
+    x: Tensor,
+    states: Tensor,
+    inputs: Tensor,
+    slots: Tensor,
+    checks: Checks,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    silu: bool = True,
+) -> None:
+    """The same for the tokens of ``checks``, the first ones, which leave ``states`` as they are.
+    Their inputs are kept in ``inputs`` (``UnsettledTokens``). ``slots`` int64 [num_tokens] are
+    those of their rows."""
+    if not use_triton(x):
+        causal_conv_checks_reference(out, x, states, inputs, slots, checks, weight, bias, silu=silu)
+        return
+    from minisgl_backend.kernels.triton_kernels.conv_checks import launch_conv_checks
+
+    launch_conv_checks(out, x, states, inputs, slots, checks.lines, weight, bias, silu=silu)
 
 
 def causal_conv_step_reference(
@@ -74,6 +98,25 @@ def causal_conv_runs_reference(
             out[begin:end], state = causal_conv(x[begin:end], state, weight, bias, silu=silu)
             for slot in slots:
                 states[slot] = state
+
+
+def causal_conv_checks_reference(
+    out: Tensor,
+    x: Tensor,
+    states: Tensor,
+    inputs: Tensor,
+    slots: Tensor,
+    checks: Checks,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    silu: bool = True,
+) -> None:
+    """The twin of ``causal_conv_checks``."""
+    for begin, length, place in checks.listed():
+        end = begin + length
+        out[begin:end], _ = causal_conv(x[begin:end], states[slots[begin]], weight, bias, silu=silu)
+        inputs[place, :length] = x[begin:end].to(inputs.dtype)
 
 
 def causal_conv(

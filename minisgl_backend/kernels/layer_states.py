@@ -17,7 +17,7 @@ slot is.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -70,18 +70,37 @@ class PendingUpdates:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class UnsettledTokens:
+    """What the tokens of checks would add to a layer's states (``checks``), by the place of a check
+    and the token's index in it. All are contiguous.
+
+    ``inputs`` [num_places, most_tokens, num_channels] of the convolution, whose type they have.
+    float32: ``keys`` [num_places, most_tokens, num_key_heads, key_dim], which consecutive heads
+    share; ``values`` [num_places, most_tokens, num_heads, value_dim]; ``decays`` [num_places,
+    most_tokens, num_heads, 1]: logs, from the state before the check up to and including the token;
+    or [..., key_dim], if each dimension of a key decays by itself.
+    """
+
+    inputs: Tensor
+    keys: Tensor
+    values: Tensor
+    decays: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class LayerStates:
     """The recurrent states of one layer, by slot.
 
     ``conv`` [num_slots, num_channels, width - 1]: a convolution's last inputs. ``matrices``
     [num_slots, num_heads, rows, columns], float32, bfloat16 or float16: a matrix of each head. What
     a slot has is contiguous, but other layers may have memory between slots. ``pending`` is of
-    those slots that rows have, which come first.
+    those slots that rows have, which come first. ``unsettled`` is given if steps check guesses.
     """
 
     conv: Tensor
     matrices: Tensor
     pending: PendingUpdates
+    unsettled: UnsettledTokens | None = field(default=None, kw_only=True)
 
 
 def stored(state: Tensor, dtype: torch.dtype) -> Tensor:

@@ -13,12 +13,15 @@ import torch
 from torch import Tensor
 
 from minisgl_backend.kernels.causal_conv import (
+    causal_conv_checks,
     causal_conv_runs,
     causal_conv_runs_reference,
     causal_conv_step_reference,
 )
+from minisgl_backend.kernels.checks import Checks
 from minisgl_backend.kernels.delta_runs import Runs
 from minisgl_backend.kernels.dispatch import use_triton
+from minisgl_backend.kernels.layer_states import LayerStates
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,6 +76,26 @@ def short_conv_runs(
     out.zero_()
     causal_conv_runs(out, inputs.b * inputs.x, states, runs, weight, bias, silu=False)
     out *= inputs.c
+
+
+def short_conv_checks(
+    out: Tensor,
+    inputs: ShortConvInputs,
+    weight: Tensor,
+    bias: Tensor | None,
+    states: LayerStates,
+    slots: Tensor,
+    checks: Checks,
+) -> None:
+    """The same for the tokens of ``checks``, the first ones, which leave the convolution's states
+    as they are. ``slots`` int64 [num_tokens] are those of their rows. Other tokens among
+    ``slots``, which are padding, get any finite numbers."""
+    assert states.unsettled is not None
+    kept, num_tokens = states.unsettled.inputs, len(slots)
+    own = out[:num_tokens].zero_()
+    gated = inputs.b[:num_tokens] * inputs.x[:num_tokens]
+    causal_conv_checks(own, gated, states.conv, kept, slots, checks, weight, bias, silu=False)
+    own *= inputs.c[:num_tokens]
 
 
 def short_conv_step_reference(

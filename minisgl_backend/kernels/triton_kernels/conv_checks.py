@@ -1,0 +1,102 @@
+"""The causal convolution of layers with recurrent states, for steps that check guesses, in one
+launch.
+
+Tokens may be padding (``kernels.checks``, which has the columns of their lines), whose programs end
+at once.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minisgl_backend.kernels.checks import CHECK_COLUMNS
+from minisgl_backend.kernels.triton_kernels.gated_delta_blocks import silu
+
+CHECK = tl.constexpr(CHECK_COLUMNS)
+
+
+@triton.jit(do_not_specialize_on_alignment=["slots_ptr", "checks_ptr"])
+def _conv_checks(
+    out_ptr,
+    x_ptr,
+    states_ptr,
+    inputs_ptr,
+    slots_ptr,
+    checks_ptr,
+    weight_ptr,
+    bias_ptr,
+    x_stride,
+    slot_stride,
+    most_tokens,
+    CHANNELS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BIAS: tl.constexpr,
+    SILU: tl.constexpr,
+    PART: tl.constexpr,  # channels of a program
+):
+    token = tl.program_id(0).to(tl.int64)
+    place = tl.load(checks_ptr + token * CHECK).to(tl.int64)
+    if place < 0:
+        return
+    index = tl.load(checks_ptr + token * CHECK + 1)
+    c = tl.program_id(1) * PART + tl.arange(0, PART)
+    mask = c < CHANNELS
+    # inputs before the check:  state[WIDTH - 1 + i]  for the index i < 0
+    state_ptr = states_ptr + tl.load(slots_ptr + token) * slot_stride + c * (WIDTH - 1)
+    own_ptr = x_ptr + token * x_stride + c
+    total = tl.zeros([PART], tl.float32)
+    if BIAS:
+        total += tl.load(bias_ptr + c, mask=mask, other=0.0).to(tl.float32)
+    for tap in tl.static_range(WIDTH):
+        back = WIDTH - 1 - tap  # tokens before this one
+        weight = tl.load(weight_ptr + c * WIDTH + tap, mask=mask, other=0.0).to(tl.float32)
+        is_here = index >= back
+        x = tl.load(own_ptr - back * x_stride, mask=mask & is_here, other=0.0).to(tl.float32)
+        if back > 0:
+            old = tl.load(state_ptr + (index + tap), mask=mask & (index < back), other=0.0)
+            x += old.to(tl.float32)
+        total += x * weight
+    y = silu(total) if SILU else total
+    tl.store(out_ptr + token * CHANNELS + c, y.to(out_ptr.dtype.element_ty), mask=mask)
+    x = tl.load(own_ptr, mask=mask, other=0.0)
+    to = inputs_ptr + (place * most_tokens + index) * CHANNELS + c
+    tl.store(to, x.to(inputs_ptr.dtype.element_ty), mask=mask)
+
+
+def launch_conv_checks(
+    out: Tensor,
+    x: Tensor,
+    states: Tensor,
+    inputs: Tensor,
+    slots: Tensor,
+    checks: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    silu: bool,
+) -> None:
+    """See ``minisgl_backend.kernels.causal_conv.causal_conv_checks``. ``checks`` are the lines of
+    ``Checks``."""
+    channels, width = weight.shape
+    assert states[0].is_contiguous() and weight.is_contiguous() and out.is_contiguous()
+    assert inputs.is_contiguous() and slots.is_contiguous() and x.stride(1) == 1
+    part = 512
+    _conv_checks[(len(slots), triton.cdiv(channels, part))](
+        out,
+        x,
+        states,
+        inputs,
+        slots,
+        checks,
+        weight,
+        bias,
+        x.stride(0),
+        states.stride(0),
+        inputs.shape[1],
+        CHANNELS=channels,
+        WIDTH=width,
+        BIAS=bias is not None,
+        SILU=silu,
+        PART=part,
+        num_warps=4,
+    )

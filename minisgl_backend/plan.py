@@ -186,6 +186,16 @@ class PromptChunks:
         """Which chunks end with guesses, bool[num_chunks]."""
         return np.asarray(self.num_sampled > 1)
 
+    def parted(self, count: int) -> tuple[PromptChunks, PromptChunks]:
+        """The first ``count`` chunks, and the others."""
+        num_tokens = int(self.lengths[:count].sum())
+        by_chunk = (self.rows, self.starts, self.lengths, self.num_sampled)
+        first = PromptChunks(*(each[:count] for each in by_chunk), self.tokens[:num_tokens])
+        return first, PromptChunks(*(each[count:] for each in by_chunk), self.tokens[num_tokens:])
+
+
+NO_CHUNKS: Final = PromptChunks()
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scores:
@@ -278,8 +288,8 @@ class AdapterMoves:
 class StepPlan:
     """One forward pass. The executor carries out its parts in the order of the fields.
 
-    ``released_rows``: rows that no request holds anymore. ``ModelExecutor`` ignores them, since an
-    admission overwrites everything about a row; wrappers that keep state by row need them.
+    ``released_rows``: rows that no request holds anymore. An admission overwrites everything about
+    a row but what its last step with guesses has kept for recurrent states.
     ``broken_pages``: pages that no request uses and that may hold NaN. The executor clears them
     before anything else, since this very plan may grant them. All other pages hold finite numbers,
     or NaN that was computed by the requests that use them.

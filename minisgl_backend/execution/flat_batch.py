@@ -10,7 +10,17 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from minisgl_backend.device.base import HostArray
-from minisgl_backend.plan import LAST_TOKEN, NO_GROUPS, Decodes, Groups, Snapshots, StepPlan
+from minisgl_backend.execution.checks import check_lengths
+from minisgl_backend.plan import (
+    LAST_TOKEN,
+    NO_CHUNKS,
+    NO_GROUPS,
+    Decodes,
+    Groups,
+    PromptChunks,
+    Snapshots,
+    StepPlan,
+)
 from minisgl_backend.request import EMPTY, IntArray
 
 
@@ -18,20 +28,21 @@ from minisgl_backend.request import EMPTY, IntArray
 class FlatBatch:
     """Where each token, chunk and sample of a step is.
 
-        tokens         one of each decoding row | chunk 0         | chunk 1         | ...
+        tokens         those of decoding rows   | chunk 0         | chunk 1         | ...
         flat index     0                        chunk_offsets[0]  chunk_offsets[1]  chunk_offsets[2]
         in its row     position                 ends[0] - length  ends[1] - length
 
     int64[num_tokens]: ``rows``, ``positions``.
     int32[num_tokens]: ``tokens``, each a token id or ``LAST_TOKEN``.
-    int32[num_chunks]: ``chunk_rows``; ``chunk_ends``, the position after each chunk's last one;
-    ``known_ends``, that after its last token that is not a guess.
+    int32[num_chunks]: ``chunk_rows``; ``chunk_ends``, the position after each chunk's last one.
     int32[num_chunks + 1]: ``chunk_offsets``, the flat index of each chunk's first token, and then
     the number of tokens.
     int64[num_samples]: ``sample_indices``, the flat indices of the tokens after which a token is
     sampled, with their ``sample_rows``; ``sample_positions``, the positions of the new tokens.
-    Here chunks come first, as in ``StepPlan.sample_rows``.
+    They are in the order of ``StepPlan.sample_rows``.
     ``groups``, ``snapshots``: the plan's; members of groups are flat indices.
+    int32[num_decodes]: ``check_lengths``, the numbers of tokens of decoding rows, if some of these
+    have guesses; then there is nothing else in the step that has.
     """
 
     rows: HostArray
@@ -40,38 +51,47 @@ class FlatBatch:
     chunk_rows: IntArray
     chunk_offsets: IntArray
     chunk_ends: IntArray
-    known_ends: IntArray
     sample_indices: HostArray
     sample_rows: HostArray
     sample_positions: HostArray
     groups: Groups = NO_GROUPS
     snapshots: Snapshots = field(default_factory=Snapshots)
+    check_lengths: IntArray = EMPTY
 
     @classmethod
-    def of(cls, plan: StepPlan) -> FlatBatch:
+    def of(cls, plan: StepPlan, checks: PromptChunks = NO_CHUNKS) -> FlatBatch:
+        """``checks`` are chunks with guesses besides the plan's, to be computed as decodes."""
         groups, chunks, decodes = plan.groups_by_index, plan.chunks, plan.decodes
-        if not len(chunks.rows):
+        if not len(chunks.rows) and not len(checks.rows):
             return replace(cls.of_decodes(decodes), groups=groups)
         lengths = chunks.lengths.astype(np.int64)  # [num_chunks]
-        decoding = np.arange(len(decodes.rows))
+        num_checked = len(checks.tokens)
+        decoding = np.arange(num_checked + len(decodes.rows))
         offsets = len(decoding) + np.concatenate([[0], np.cumsum(lengths)])  # [num_chunks + 1]
         chunked = np.arange(offsets[0], offsets[-1])  # flat indices, which become positions
         chunked += np.repeat(chunks.starts - offsets[:-1], lengths)
         counts = chunks.num_sampled
         sampled = chunks.sample_positions - 1 + np.repeat(offsets[:-1] - chunks.starts, counts)
+        of_checks = np.repeat(checks.rows, checks.lengths)
+        sample_indices = [decoding[:num_checked], sampled, decoding[num_checked:]]
+        sample_positions = [checks.sample_positions, plan.sample_positions]
         return cls(
-            rows=np.concatenate([decodes.rows, np.repeat(chunks.rows, lengths)], dtype=int),
-            positions=np.concatenate([decodes.positions, chunked], dtype=int),
-            tokens=np.concatenate([_tokens(decodes), chunks.tokens]),
+            rows=np.concatenate(
+                [of_checks, decodes.rows, np.repeat(chunks.rows, lengths)], dtype=int
+            ),
+            positions=np.concatenate(
+                [checks.sample_positions - 1, decodes.positions, chunked], dtype=int
+            ),
+            tokens=np.concatenate([checks.tokens, _tokens(decodes), chunks.tokens]),
             chunk_rows=chunks.rows,
             chunk_offsets=offsets.astype(np.int32),
             chunk_ends=chunks.ends,
-            known_ends=chunks.known_ends,
-            sample_indices=np.concatenate([sampled, decoding], dtype=int),
-            sample_rows=plan.sample_rows.astype(np.int64),
-            sample_positions=plan.sample_positions.astype(np.int64),
-            groups=groups,
+            sample_indices=np.concatenate(sample_indices, dtype=int),
+            sample_rows=np.concatenate([of_checks, plan.sample_rows], dtype=int),
+            sample_positions=np.concatenate(sample_positions, dtype=int),
+            groups=replace(groups, members=groups.members + np.int32(num_checked)),
             snapshots=plan.snapshots,
+            check_lengths=check_lengths(checks, decodes),
         )
 
     @classmethod
@@ -86,7 +106,6 @@ class FlatBatch:
             chunk_rows=EMPTY,
             chunk_offsets=offsets,
             chunk_ends=EMPTY,
-            known_ends=EMPTY,
             sample_indices=samples,
             sample_rows=rows,
             sample_positions=positions + 1,
@@ -94,7 +113,7 @@ class FlatBatch:
 
     @property
     def num_decodes(self) -> int:
-        """Number of decoding rows, whose tokens come first."""
+        """Number of tokens of decoding rows, which come first."""
         return int(self.chunk_offsets[0])
 
 

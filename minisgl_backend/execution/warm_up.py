@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.execution.checks import split
 from minisgl_backend.execution.flat_batch import FlatBatch
 from minisgl_backend.execution.logprobs import RawLogprobs
 from minisgl_backend.execution.stages import Stages
@@ -48,17 +49,20 @@ class WarmUp:
             self._step([1], num_decodes)  # attention may have a kernel for each
 
     def largest(self, *, grouped: bool = False) -> None:
-        """Run the largest step, in which all rows without a chunk decode, and chunks hold as many
-        guesses as there may be. If ``grouped``, these rows share all pages that a row can have, so
-        that reading pages together is surely faster.
+        """Run the largest step, in which all rows without a chunk decode, and the first chunk holds
+        as many guesses as there may be. If ``grouped``, these rows share all pages that a row can
+        have, so that reading pages together is surely faster.
         """
         limits = self._limits
-        num_whole, rest = divmod(limits.max_prefill_tokens, self._longest_chunk)
-        chunks = [self._longest_chunk] * num_whole + [rest] * (rest > 0)
+        num_guesses = limits.most_guesses
+        checks = [1 + num_guesses] * (num_guesses > 0)
+        num_whole, rest = divmod(limits.max_prefill_tokens - sum(checks), self._longest_chunk)
+        chunks = [*checks, *[self._longest_chunk] * num_whole, *[rest] * (rest > 0)]
         chunks = chunks[: limits.max_rows]
         num_decodes = limits.max_rows - len(chunks)
-        self._step(chunks, num_decodes, num_guesses=limits.most_guesses, grouped=grouped)
+        self._step(chunks, num_decodes, num_guesses=num_guesses, grouped=grouped)
         if (expansion := self._stages.attention.expansion) is not None:
+            chunks = chunks[len(checks) :] or [1]
             chunks[0] = min(chunks[0], limits.max_sequence_length // 2)
             prefix = min(limits.max_sequence_length - chunks[0], expansion.most_positions)
             self._step(chunks, num_decodes, prefix=prefix)
@@ -73,13 +77,14 @@ class WarmUp:
         grouped: bool = False,
     ) -> None:
         """Run a step with chunks of these lengths, the first behind ``prefix`` positions, and
-        ``num_decodes`` decoding rows. As many tokens of chunks as fit, up to ``num_guesses``, are
-        guesses. It computes the log-probabilities of all its samples and chunks."""
+        ``num_decodes`` decoding rows. If there are ``num_guesses``, the first chunk consists of
+        them and one token before. The step computes the log-probabilities of all its samples and
+        chunks."""
         stages = self._stages
         last = self._limits.max_sequence_length - 1 if grouped else 0
         plan = self._dummy_plan(chunks, num_guesses, prefix, num_decodes, last)
         try:
-            batch = FlatBatch.of(plan)
+            batch = FlatBatch.of(plan) if stages.states is None else FlatBatch.of(*split(plan))
             if num_decodes and (num_shared := last // stages.rows.page_size):
                 batch = replace(batch, groups=_one_group(num_decodes, num_shared))
             tokens = plan.chunks.tokens
@@ -106,10 +111,8 @@ class WarmUp:
         """A plan that uses the dummy row throughout, so that only the dummy page is written. The
         first chunk begins behind ``prefix``; decoding rows are at ``position``."""
         row = self._stages.rows.table.dummy_row
-        num_sampled = []
-        for length in chunks:
-            num_sampled.append(1 + min(num_guesses, length - 1))
-            num_guesses -= num_sampled[-1] - 1
+        num_sampled = np.ones(len(chunks), np.int32)
+        num_sampled[:1] += num_guesses
         starts = np.zeros(len(chunks), np.int32)
         starts[:1] = prefix
         return StepPlan(
@@ -118,7 +121,7 @@ class WarmUp:
                 rows=np.full(len(chunks), row, np.int32),
                 starts=starts,
                 lengths=np.array(chunks, np.int32),
-                num_sampled=np.array(num_sampled, np.int32),
+                num_sampled=num_sampled,
                 tokens=np.zeros(sum(chunks), np.int32),
             ),
             snapshots=Snapshots(begun_from=np.full(len(chunks), NO_SNAPSHOT, np.int32)),

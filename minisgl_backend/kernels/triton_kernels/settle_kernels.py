@@ -14,7 +14,14 @@ _PART: int = 32
 """Columns of a matrix that a program settles."""
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_places", "most_tokens"])
+_NUMBERS: list[str] = ["rows_ptr", "places_ptr", "starts_ptr", "counts_ptr"]
+"""Parts of one tensor, so their alignment depends on the number of checks."""
+
+
+@triton.jit(
+    do_not_specialize=["num_rows", "num_places", "most_tokens"],
+    do_not_specialize_on_alignment=_NUMBERS,
+)
 def _settle_matrices(
     states_ptr,
     pending_keys_ptr,
@@ -93,7 +100,9 @@ def _settle_matrices(
     tl.store(at, stored(state, states_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_places", "most_tokens"])
+@triton.jit(
+    do_not_specialize=["num_places", "most_tokens"], do_not_specialize_on_alignment=_NUMBERS
+)
 def _settle_inputs(
     states_ptr,
     inputs_ptr,

@@ -56,7 +56,7 @@ class FlatBatch:
     sample_positions: HostArray
     groups: Groups = NO_GROUPS
     snapshots: Snapshots = field(default_factory=Snapshots)
-    check_lengths: IntArray = EMPTY
+    check_lengths: IntArray = field(default_factory=lambda: EMPTY)
 
     @classmethod
     def of(cls, plan: StepPlan, checks: PromptChunks = NO_CHUNKS) -> FlatBatch:

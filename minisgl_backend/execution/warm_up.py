@@ -5,7 +5,7 @@ Knows the stages of a step. Must not know graphs, although ``layers`` may replay
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -49,40 +49,44 @@ class WarmUp:
             self._step([1], num_decodes)  # attention may have a kernel for each
 
     def largest(self, *, grouped: bool = False) -> None:
-        """Run the largest step, in which all rows without a chunk decode, and the first chunk holds
-        as many guesses as there may be. If ``grouped``, these rows share all pages that a row can
-        have, so that reading pages together is surely faster.
+        """Run the largest step, in which all rows without a chunk decode, and as many guesses are
+        checked as there may be. If ``grouped``, these rows share all pages that a row can have, so
+        that reading pages together is surely faster.
         """
-        limits = self._limits
-        num_guesses = limits.most_guesses
-        checks = [1 + num_guesses] * (num_guesses > 0)
+        limits, checks = self._limits, self._checks()
         num_whole, rest = divmod(limits.max_prefill_tokens - sum(checks), self._longest_chunk)
-        chunks = [*checks, *[self._longest_chunk] * num_whole, *[rest] * (rest > 0)]
-        chunks = chunks[: limits.max_rows]
-        num_decodes = limits.max_rows - len(chunks)
-        self._step(chunks, num_decodes, num_guesses=num_guesses, grouped=grouped)
+        chunks = [self._longest_chunk] * num_whole + [rest] * (rest > 0)
+        chunks = chunks[: max(1, limits.max_rows - len(checks))]
+        num_decodes = max(0, limits.max_rows - len(checks) - len(chunks))
+        self._step(chunks, num_decodes, checks=checks, grouped=grouped)
         if (expansion := self._stages.attention.expansion) is not None:
-            chunks = chunks[len(checks) :] or [1]
             chunks[0] = min(chunks[0], limits.max_sequence_length // 2)
             prefix = min(limits.max_sequence_length - chunks[0], expansion.most_positions)
             self._step(chunks, num_decodes, prefix=prefix)
+
+    def _checks(self) -> list[int]:
+        """The lengths of chunks with as many guesses as there may be in a step."""
+        left, lengths = self._limits.most_guesses, list[int]()
+        while left and self._longest_chunk > 1:
+            lengths.append(min(1 + left, self._longest_chunk))
+            left -= lengths[-1] - 1
+        return lengths
 
     def _step(
         self,
         chunks: list[int],
         num_decodes: int,
         *,
-        num_guesses: int = 0,
+        checks: Sequence[int] = (),
         prefix: int = 0,
         grouped: bool = False,
     ) -> None:
-        """Run a step with chunks of these lengths, the first behind ``prefix`` positions, and
-        ``num_decodes`` decoding rows. If there are ``num_guesses``, the first chunk consists of
-        them and one token before. The step computes the log-probabilities of all its samples and
-        chunks."""
+        """Run a step with ``checks``, which are chunks with guesses, and ``chunks`` of these
+        lengths, the first of all behind ``prefix`` positions, and ``num_decodes`` decoding rows. It
+        computes the log-probabilities of all its samples and chunks."""
         stages = self._stages
         last = self._limits.max_sequence_length - 1 if grouped else 0
-        plan = self._dummy_plan(chunks, num_guesses, prefix, num_decodes, last)
+        plan = self._dummy_plan(checks, chunks, prefix, num_decodes, last)
         try:
             batch = FlatBatch.of(plan) if stages.states is None else FlatBatch.of(*split(plan))
             if num_decodes and (num_shared := last // stages.rows.page_size):
@@ -106,25 +110,29 @@ class WarmUp:
             ) from error
 
     def _dummy_plan(
-        self, chunks: list[int], num_guesses: int, prefix: int, num_decodes: int, position: int
+        self,
+        checks: Sequence[int],
+        chunks: Sequence[int],
+        prefix: int,
+        num_decodes: int,
+        position: int,
     ) -> StepPlan:
         """A plan that uses the dummy row throughout, so that only the dummy page is written. The
         first chunk begins behind ``prefix``; decoding rows are at ``position``."""
         row = self._stages.rows.table.dummy_row
-        num_sampled = np.ones(len(chunks), np.int32)
-        num_sampled[:1] += num_guesses
-        starts = np.zeros(len(chunks), np.int32)
+        lengths = np.array([*checks, *chunks], np.int32)
+        starts = np.zeros(len(lengths), np.int32)
         starts[:1] = prefix
         return StepPlan(
             step=-1,
             chunks=PromptChunks(
-                rows=np.full(len(chunks), row, np.int32),
+                rows=np.full(len(lengths), row, np.int32),
                 starts=starts,
-                lengths=np.array(chunks, np.int32),
-                num_sampled=num_sampled,
-                tokens=np.zeros(sum(chunks), np.int32),
+                lengths=lengths,
+                num_sampled=np.array([*checks, *(1 for _ in chunks)], np.int32),
+                tokens=np.zeros(lengths.sum(), np.int32),
             ),
-            snapshots=Snapshots(begun_from=np.full(len(chunks), NO_SNAPSHOT, np.int32)),
+            snapshots=Snapshots(begun_from=np.full(len(lengths), NO_SNAPSHOT, np.int32)),
             decodes=Decodes(
                 rows=np.full(num_decodes, row, np.int32),
                 positions=np.full(num_decodes, position, np.int32),

@@ -63,13 +63,6 @@ def test_chunks_of_prompts_are_not_decoded(num_sampled: int) -> None:
     assert not len(decodes.rows) and not len(tokens) and groups is NO_GROUPS
 
 
-def test_known_tokens_before_the_last_one_are_not_decoded() -> None:
-    check = guesses((3, 9, (5, 6, 7)))
-    chunks = PromptChunks(check.rows, check.starts, check.lengths, ints(2), check.tokens)
-    decodes, _, _ = as_decodes(StepPlan(step=0, chunks=chunks), None)
-    assert not len(decodes.rows)
-
-
 def test_the_positions_that_many_rows_read_again_are_counted_in_full() -> None:
     many = [(row, 200_000, tuple(range(65))) for row in range(256)]
     decodes, _, _ = as_decodes(StepPlan(step=0, chunks=guesses(*many)), 2**31)

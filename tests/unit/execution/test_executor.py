@@ -370,7 +370,7 @@ def test_close_waits_and_may_be_repeated(executor: ModelExecutor) -> None:
 
 def test_chunks_of_dummy_steps_lie_within_a_section(executor: ModelExecutor) -> None:
     stages, lengths = executor.stages, []
-    stages.limits = replace(stages.limits, section=24)
+    stages.limits = replace(stages.limits, section=24, most_guesses=0)
 
     def layers(batch: FlatBatch) -> Tensor:
         lengths.append(np.diff(batch.chunk_offsets).tolist())

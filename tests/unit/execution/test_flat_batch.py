@@ -7,8 +7,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from minisgl_backend.execution.checks import split
 from minisgl_backend.execution.flat_batch import FlatBatch
-from minisgl_backend.plan import LAST_TOKEN, Decodes, Groups, PromptChunks, StepPlan
+from minisgl_backend.plan import (
+    LAST_TOKEN,
+    NO_SNAPSHOT,
+    Decodes,
+    Groups,
+    PromptChunks,
+    Scores,
+    Snapshots,
+    StepPlan,
+)
 from minisgl_backend.request import IntArray
 
 
@@ -101,3 +111,44 @@ def test_groups_name_decoding_rows_by_their_tokens() -> None:
         assert groups.members.tolist() == [2, 0, 1, 1, 2]
         assert (groups.sizes.tolist(), groups.begins.tolist()) == ([3, 2], [0, 2])
         assert groups.ends.tolist() == [2, 3]
+
+
+def test_checks_are_decoded_if_the_model_has_states() -> None:
+    """They come first, also among samples, and their chunks are gone from what others refer to."""
+    plan = replace(
+        plan_of([(1, 7, 3, 3), (0, 4, 2, 2), (3, 0, 4, 1), (5, 8, 2, 0)], [(2, 9), (4, 30)]),
+        snapshots=Snapshots(
+            begun_from=ints(NO_SNAPSHOT, NO_SNAPSHOT, NO_SNAPSHOT, 6),
+            saved_chunks=ints(2, 3),
+            saved_positions=ints(4, 10),
+            saved=ints(0, 1),
+        ),
+        scores=Scores(ints(3), ints(8), ints(1), ints(11)),
+        groups=Groups(ints(2), ints(0), ints(1), ints(4, 2)),
+    )
+    rest, checks = split(plan)
+    batch = FlatBatch.of(rest, checks)
+    assert batch.rows.tolist() == [1, 1, 1, 0, 0, 2, 4, 3, 3, 3, 3, 5, 5]
+    assert batch.positions.tolist() == [7, 8, 9, 4, 5, 9, 30, 0, 1, 2, 3, 8, 9]
+    last = [LAST_TOKEN] * 2
+    assert batch.tokens.tolist() == [0, 1, 2, 3, 4, *last, 5, 6, 7, 8, 9, 10]
+    assert batch.check_lengths.tolist() == [3, 2, 1, 1]
+    assert batch.num_decodes == 7
+    assert batch.chunk_rows.tolist() == [3, 5]
+    assert batch.chunk_offsets.tolist() == [7, 11, 13]
+    assert batch.sample_rows.tolist() == plan.sample_rows.tolist()
+    assert batch.sample_positions.tolist() == plan.sample_positions.tolist()
+    assert batch.rows[batch.sample_indices].tolist() == plan.sample_rows.tolist()
+    assert (batch.positions[batch.sample_indices] + 1).tolist() == plan.sample_positions.tolist()
+    assert batch.groups.members.tolist() == [6, 5]
+    assert batch.snapshots.begun_from.tolist() == [NO_SNAPSHOT, 6]
+    assert batch.snapshots.saved_chunks.tolist() == [0, 1]
+    assert rest.scores.chunks.tolist() == [1]
+
+
+def test_steps_without_guesses_have_no_checks() -> None:
+    plan = plan_of([(3, 0, 4, 1), (5, 8, 2, 0)], [(2, 9), (4, 30)])
+    rest, checks = split(plan)
+    batch = FlatBatch.of(rest, checks)
+    assert not len(batch.check_lengths)
+    assert batch.rows.tolist() == FlatBatch.of(plan).rows.tolist()

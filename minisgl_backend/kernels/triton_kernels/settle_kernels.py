@@ -1,5 +1,5 @@
-"""Adds what tokens of checks keep for states (``kernels.settle``) to them, for all layers at once, in
-two launches:
+"""Adds what tokens of checks keep for states (``kernels.settle``) to them, for all layers at once,
+in two launches:
 
     _settle_matrices  the matrices, and their updates that were pending
     _settle_inputs    the inputs of convolutions; and where updates of rows that may be pending

@@ -35,10 +35,10 @@ class Guesser:
     At most ``most_tokens`` for a row. They come from the row's own tokens, or from ``recent``
     answers.
 
-    Invariant: there are none while sequences hold more than ``max_rows`` rows, prefilling ones
-    included. So the rows that take part in steps with guesses, and are held and in no later step
-    yet, are never more: the executor has memory for the updates of the states of so many
-    (``PromptChunks``).
+    Invariant: there are none while more than ``max_rows`` sequences hold a row, prefilling ones
+    included. Only rows that are held may have updates of recurrent states that a step with guesses
+    has kept and no later step has added. So these are never more than ``max_rows`` rows, for which
+    the executor has memory.
     """
 
     def __init__(

@@ -14,8 +14,9 @@ budget. Guesses are made from all tokens of a row, and what is planned next depe
 right. So while a step that they wait for, or that checks some, is in flight, nothing is planned.
 
 Recurrent states cannot go back to before a wrong guess. So a step with guesses keeps the updates of
-all rows that decode in it, and the next step with the row adds those that count (``PromptChunks``).
-The planner needs to know only how many rows have such updates.
+all rows that decode in it, and the next step with a row adds those that count (``PromptChunks``).
+All that the planner does about it is to bound the number of such rows, and to end guesses where
+states are kept.
 
 When the pool of pages is empty, the running sequences that are last in precedence are retracted:
 their computed pages are published, and they return to their old place in the queue. Later they
@@ -28,7 +29,8 @@ Invariants:
 - Rows and pages are given back only when no step in flight can write to them.
 - While a request is live and no step is in flight, ``plan`` returns a step.
 - A row with guesses in flight is in no other step in flight.
-- At most ``speculative_max_requests`` rows have updates that are not added to their states yet.
+- At most ``speculative_max_requests`` rows have updates that are not added to their states yet, if
+  those of released rows do not count.
 - Steps run in the order in which they were planned. So a page freed here may be granted again at
   once: the step that writes to it runs after all steps that read what it held.
 - A page that may hold NaN and is freed is named as broken by the next plan, so at the latest by the
@@ -286,7 +288,7 @@ class Scheduler:
             rows.plan_guesses(row, end)
             draft.chunk(row, start, tokens, num_sampled=len(tokens), snapshot=NO_SNAPSHOT)
             if states is not None:
-                states.keep(np.array([row]), np.array([start]), draft)
+                states.keep(np.array([row], np.int32), np.array([start], np.int32), draft)
             self._has_unjudged = True
 
     def _grow_first(self, short: IntArray, draft: Draft) -> None:

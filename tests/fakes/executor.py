@@ -271,7 +271,7 @@ class FakeExecutor:
             tokens = chunks.tokens[start : start + length].tolist()
             start += length
             if num_sampled > 1:
-                assert num_sampled == length and not saves, "a row checks all but its last token"
+                assert num_sampled == length and not saves, "a check has one known token"
                 sampled += self._check_guesses(row, position, tokens)
                 continue
             self._write(row, position, tokens, saves)

@@ -144,8 +144,14 @@ class PromptChunks:
     of the chunk's last positions after which a token is sampled: 0 for a part of a prompt, 1 for a
     chunk that ends with the row's last known token. Guesses at the tokens after that one may follow
     (``scheduling.guesses``). Then a token is sampled after it and after each guess; those up to the
-    first that is not what was guessed count, and the row goes on from the last of these. Recurrent
-    states of the row do not take in guesses.
+    first that is not what was guessed count, and the row goes on from the last of these. Chunks
+    with guesses come before all others.
+
+    A recurrent state cannot go back to before a wrong guess. So a step with guesses leaves the
+    states of all rows that decode in it as they are, those in ``Decodes`` too, and keeps the
+    updates of their tokens beside them. In the next plan with the row, its first position tells how
+    many of these count. They are added to its states before anything else, and the others are
+    dropped: the states are *settled*. A row that is released, or taken anew, has no updates left.
     """
 
     rows: IntArray = field(default_factory=_none)
@@ -251,10 +257,10 @@ class Snapshots:
     position 0.
     ``saved_chunks`` [num_saved]: indices of the chunks in which the states after the row's first
     ``saved_positions`` tokens are kept as ``saved``. Ascending by chunk and position.
-    ``kept_rows`` [num_kept]: before the step computes anything, the states of these rows, which
-    decode or go on in a chunk, are copied to ``kept``: their states after all tokens before the
-    positions in ``Decodes`` or ``PromptChunks``, which are multiples of ``WHOLE_EVERY``. No
-    snapshot is in both ``kept`` and ``begun_from``.
+    ``kept_rows`` [num_kept]: once settled, and before the step computes anything, the states of
+    these rows, which decode or go on in a chunk, are copied to ``kept``: their states after all
+    tokens before the positions in ``Decodes`` or ``PromptChunks``, which are multiples of
+    ``WHOLE_EVERY``. No snapshot is in both ``kept`` and ``begun_from``.
     """
 
     begun_from: IntArray = field(default_factory=_none)

@@ -51,12 +51,9 @@ class Intake:
             result = self._take_guessed(plan, tokens, scored)
         else:
             result = self._take(sample_rows, tokens, scored)
-        of_prompts = zip(chunks.rows[~guessed].tolist(), chunks.starts[~guessed], strict=True)
-        for row, start in of_prompts:
+        for row in chunks.rows[~guessed].tolist():
             sequence = rows.sequences[row]
-            # a row that has caught up with its guesses has published its known tokens before
-            is_new = sequence is not None and start < len(sequence.tokens)
-            if sequence is not None and is_new and not sequence.failed:
+            if sequence is not None and not sequence.failed:
                 self._life.publish(sequence, sequence.tokens)
         for step_rows in (chunks.rows, plan.decodes.rows):
             for row in step_rows[rows.is_idle(step_rows)].tolist():
@@ -120,9 +117,7 @@ class Intake:
         counters.num_guesses += num_guesses
         counters.num_right_guesses += check.num_right
         if self._guesser is not None and self._rows.accepting[check.row]:
-            # states stop before guesses, so that wrong ones need not be taken back
-            lag = check.num_right if self._life.states is not None else 0
-            self._rows.go_on_from_guesses(check.row, lag=lag)
+            self._rows.go_on_from_guesses(check.row)
             self._guesser.judge(check.row, num_guesses, check.num_right)
 
     def _take(

@@ -70,8 +70,9 @@ class UnsettledRows:
         if not self._checks:
             return []
         due = []
-        rows = np.concatenate([plan.chunks.rows, plan.decodes.rows]).tolist()
-        firsts = np.concatenate([plan.chunks.starts, plan.decodes.positions]).tolist()
+        checks, chunks, decodes = plan.checks, plan.chunks, plan.decodes
+        rows = np.concatenate([checks.rows, chunks.rows, decodes.rows]).tolist()
+        firsts = np.concatenate([checks.starts, chunks.starts, decodes.positions]).tolist()
         for row, first in zip(rows, firsts, strict=True):
             if (check := self._checks.pop(row, None)) is None:
                 continue

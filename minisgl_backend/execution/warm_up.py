@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.execution.checks import split
 from minisgl_backend.execution.flat_batch import FlatBatch
 from minisgl_backend.execution.logprobs import RawLogprobs
 from minisgl_backend.execution.stages import Stages
 from minisgl_backend.limits import Limits
 from minisgl_backend.plan import (
     NO_SNAPSHOT,
+    Checks,
     Decodes,
     Groups,
     PromptChunks,
@@ -65,7 +65,7 @@ class WarmUp:
             self._step(chunks, num_decodes, prefix=prefix)
 
     def _checks(self) -> list[int]:
-        """The lengths of chunks with as many guesses as there may be in a step."""
+        """The lengths of checks with as many guesses as there may be in a step."""
         left, lengths = self._limits.most_guesses, list[int]()
         while left and self._longest_chunk > 1:
             lengths.append(min(1 + left, self._longest_chunk))
@@ -81,14 +81,14 @@ class WarmUp:
         prefix: int = 0,
         grouped: bool = False,
     ) -> None:
-        """Run a step with ``checks``, which are chunks with guesses, and ``chunks`` of these
-        lengths, the first of all behind ``prefix`` positions, and ``num_decodes`` decoding rows. It
-        computes the log-probabilities of all its samples and chunks."""
+        """Run a step with ``checks`` and ``chunks`` of these lengths, the first chunk behind
+        ``prefix`` positions, and ``num_decodes`` decoding rows. It computes the log-probabilities
+        of all its samples and chunks."""
         stages = self._stages
         last = self._limits.max_sequence_length - 1 if grouped else 0
         plan = self._dummy_plan(checks, chunks, prefix, num_decodes, last)
         try:
-            batch = FlatBatch.of(plan) if stages.states is None else FlatBatch.of(*split(plan))
+            batch = FlatBatch.of(plan, decodes_checks=stages.states is not None)
             if num_decodes and (num_shared := last // stages.rows.page_size):
                 batch = replace(batch, groups=_one_group(num_decodes, num_shared))
             tokens = plan.chunks.tokens
@@ -120,19 +120,24 @@ class WarmUp:
         """A plan that uses the dummy row throughout, so that only the dummy page is written. The
         first chunk begins behind ``prefix``; decoding rows are at ``position``."""
         row = self._stages.rows.table.dummy_row
-        lengths = np.array([*checks, *chunks], np.int32)
-        starts = np.zeros(len(lengths), np.int32)
+        starts = np.zeros(len(chunks), np.int32)
         starts[:1] = prefix
         return StepPlan(
             step=-1,
-            chunks=PromptChunks(
-                rows=np.full(len(lengths), row, np.int32),
-                starts=starts,
-                lengths=lengths,
-                num_sampled=np.array([*checks, *(1 for _ in chunks)], np.int32),
-                tokens=np.zeros(lengths.sum(), np.int32),
+            snapshots=Snapshots(begun_from=np.full(len(chunks), NO_SNAPSHOT, np.int32)),
+            checks=Checks(
+                rows=np.full(len(checks), row, np.int32),
+                starts=np.zeros(len(checks), np.int32),
+                lengths=np.array(checks, np.int32),
+                tokens=np.zeros(sum(checks), np.int32),
             ),
-            snapshots=Snapshots(begun_from=np.full(len(lengths), NO_SNAPSHOT, np.int32)),
+            chunks=PromptChunks(
+                rows=np.full(len(chunks), row, np.int32),
+                starts=starts,
+                lengths=np.array(chunks, np.int32),
+                are_last=np.ones(len(chunks), np.int32),
+                tokens=np.zeros(sum(chunks), np.int32),
+            ),
             decodes=Decodes(
                 rows=np.full(num_decodes, row, np.int32),
                 positions=np.full(num_decodes, position, np.int32),

@@ -9,7 +9,7 @@ A step first decodes every row that can decode. Then it spends ``max_prefill_tok
 prompts in the order of precedence, and admits sequences as it goes. So prefill never keeps decode
 waiting.
 
-Rows may decode with guesses at their next tokens (``guesses``), as chunks, with at most half of the
+Rows may decode with guesses at their next tokens (``guesses``), with at most half of the
 budget. Guesses are made from all tokens of a row, and what is planned next depends on how many were
 right. So while a step that they wait for, or that checks some, is in flight, nothing is planned.
 
@@ -286,7 +286,7 @@ class Scheduler:
             tokens = np.array([rows.last_token(row), *guessed[: end - start - 1]], np.int32)
             left -= len(tokens)
             rows.plan_guesses(row, end)
-            draft.chunk(row, start, tokens, num_sampled=len(tokens), snapshot=NO_SNAPSHOT)
+            draft.check(row, start, tokens)
             if states is not None:
                 states.keep(np.array([row], np.int32), np.array([start], np.int32), draft)
             self._has_unjudged = True
@@ -356,7 +356,7 @@ class Scheduler:
         is_last = end == len(sequence.tokens)
         self._rows.plan_prefill(sequence.row, end)
         snapshot, sequence.begins_from = sequence.begins_from, NO_SNAPSHOT
-        draft.chunk(sequence.row, start, tokens, num_sampled=int(is_last), snapshot=snapshot)
+        draft.chunk(sequence.row, start, tokens, is_last=is_last, snapshot=snapshot)
         if self._life.states is not None:
             for position, taken in self._life.states.save(sequence, start, end):
                 draft.save(position, taken)

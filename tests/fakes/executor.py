@@ -257,11 +257,16 @@ class FakeExecutor:
         self._keep_states(plan)
         self._read_together(plan)
         chunks, snapshots = plan.chunks, plan.snapshots
-        has_guesses = chunks.have_guesses
-        assert (has_guesses[:-1] >= has_guesses[1:]).all(), "chunks with guesses come first"
         sampled, start = [], 0
-        for chunk, (row, position, length, num_sampled) in enumerate(
-            _lines(chunks.rows, chunks.starts, chunks.lengths, chunks.num_sampled)
+        for row, position, length in _lines(
+            plan.checks.rows, plan.checks.starts, plan.checks.lengths
+        ):
+            tokens = plan.checks.tokens[start : start + length].tolist()
+            start += length
+            sampled += self._check_guesses(row, position, tokens)
+        start = 0
+        for chunk, (row, position, length, is_last) in enumerate(
+            _lines(chunks.rows, chunks.starts, chunks.lengths, chunks.are_last)
         ):
             if self.has_states:
                 self._begin_state(row, position, int(snapshots.begun_from[chunk]))
@@ -270,19 +275,15 @@ class FakeExecutor:
             saves = dict(zip(positions.tolist(), numbers.tolist(), strict=True))
             tokens = chunks.tokens[start : start + length].tolist()
             start += length
-            if num_sampled > 1:
-                assert num_sampled == length and not saves, "a check has one known token"
-                sampled += self._check_guesses(row, position, tokens)
-                continue
             self._write(row, position, tokens, saves)
-            if num_sampled:
+            if is_last:
                 sampled.append(self._sample(row))
         decodes = plan.decodes
         before = {row: self._rows[row].state for row in decodes.rows.tolist()}
         for row, position in _lines(decodes.rows, decodes.positions):
             self._write(row, position, [self._rows[row].last_token])
         sampled += [self._sample(row) for row in plan.decodes.rows.tolist()]
-        if has_guesses.any():
+        if len(plan.checks.rows):
             for row, state in before.items():
                 self._rows[row].later, self._rows[row].state = [self._rows[row].state], state
         if self.has_states:
@@ -481,9 +482,10 @@ def tokens_of(values: list[int]) -> IntArray:
 
 def _first_positions(plan: StepPlan) -> dict[int, int]:
     """The first position that a step computes of each of its rows."""
-    chunks, decodes = plan.chunks, plan.decodes
-    positions = dict(zip(decodes.rows.tolist(), decodes.positions.tolist(), strict=True))
-    return positions | dict(zip(chunks.rows.tolist(), chunks.starts.tolist(), strict=True))
+    checks, chunks, decodes = plan.checks, plan.chunks, plan.decodes
+    rows = np.concatenate([checks.rows, chunks.rows, decodes.rows]).tolist()
+    firsts = np.concatenate([checks.starts, chunks.starts, decodes.positions]).tolist()
+    return dict(zip(rows, firsts, strict=True))
 
 
 def _lines(*columns: IntArray) -> Iterator[tuple[int, ...]]:

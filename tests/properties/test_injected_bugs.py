@@ -251,13 +251,9 @@ def accepted_after_a_wrong_guess(patch: pytest.MonkeyPatch) -> None:
         tokens: SampledTokens,
         scored: list[tuple[RequestId, PromptLogprobs]],
     ) -> StepResult:
-        chunks, believed = plan.chunks, plan.chunks.tokens.copy()
-        ends, sample_ends = np.cumsum(chunks.lengths), np.cumsum(chunks.num_sampled)
-        for chunk in np.flatnonzero(chunks.have_guesses):
-            num_guesses, last = chunks.num_sampled[chunk] - 1, sample_ends[chunk] - 1
-            of_samples = tokens.token_ids[last - num_guesses : last]
-            believed[ends[chunk] - num_guesses : ends[chunk]] = of_samples
-        plan = replace(plan, chunks=replace(chunks, tokens=believed))
+        checks, believed = plan.checks, plan.checks.tokens.copy()
+        believed[1:] = tokens.token_ids[: len(believed) - 1]
+        plan = replace(plan, checks=replace(checks, tokens=believed))
         return take(self, plan, tokens, scored)
 
     patch.setattr(Intake, "_take_guessed", believe)

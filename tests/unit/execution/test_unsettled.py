@@ -30,7 +30,7 @@ def test_each_token_has_a_line(rows: UnsettledRows) -> None:
 def test_the_next_step_of_a_row_tells_how_many_tokens_count(rows: UnsettledRows) -> None:
     lines = rows.begin(ints(4, 1), ints(20, 7), ints(3, 4))
     decoding, checking = int(lines[0, 0]), int(lines[3, 0])
-    plan = plan_of([(1, 10, 2, 2), (3, 0, 5, 1)], [(2, 50), (4, 21)])
+    plan = plan_of([(3, 0, 5, 1)], [(2, 50), (4, 21)], [(1, 10, 2)])
     assert rows.take_due(plan) == [(1, checking, 7, 3), (4, decoding, 20, 1)]
     assert rows.take_due(plan) == []
 

@@ -102,7 +102,7 @@ def chunks(plan: StepPlan) -> list[tuple[int, int, int, bool]]:
         plan.chunks.rows.tolist(),
         plan.chunks.starts.tolist(),
         plan.chunks.lengths.tolist(),
-        (plan.chunks.num_sampled > 0).tolist(),
+        (plan.chunks.are_last > 0).tolist(),
     )
     return list(zip(*columns, strict=True))
 

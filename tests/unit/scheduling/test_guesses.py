@@ -69,14 +69,13 @@ def started(*requests: Request, **config: Any) -> Scheduler:
 
 
 def guessed(plan: StepPlan) -> dict[int, tuple[int, list[int]]]:
-    """For each row with guesses, the position and the tokens of its chunk."""
-    found, ends = {}, np.cumsum(plan.chunks.lengths)
-    for chunk in np.flatnonzero(plan.chunks.have_guesses).tolist():
-        start, end = int(plan.chunks.starts[chunk]), int(ends[chunk])
-        tokens = plan.chunks.tokens[end - plan.chunks.lengths[chunk] : end]
-        assert plan.chunks.num_sampled[chunk] == len(tokens)
-        found[int(plan.chunks.rows[chunk])] = start, tokens.tolist()
-    return found
+    """For each row with guesses, the position and the tokens of its check."""
+    checks, ends = plan.checks, np.cumsum(plan.checks.lengths).tolist()
+    columns = (checks.rows.tolist(), checks.starts.tolist(), checks.lengths.tolist(), ends)
+    return {
+        row: (start, checks.tokens[end - length : end].tolist())
+        for row, start, length, end in zip(*columns, strict=True)
+    }
 
 
 def decoded(plan: StepPlan) -> list[tuple[int, int]]:
@@ -379,9 +378,8 @@ def test_prompts_begin_beside_guesses_and_share_their_budget() -> None:
     scheduler = started(repeating(0))
     scheduler.add(request(1, 20))
     plan = planned(scheduler)
-    assert plan.chunks.rows.tolist() == [0, 1]
-    assert plan.chunks.lengths.tolist() == [5, 11]
-    assert plan.chunks.num_sampled.tolist() == [5, 0]
+    assert (plan.checks.rows.tolist(), plan.checks.lengths.tolist()) == ([0], [5])
+    assert chunks(plan) == [(1, 0, 11, False)]
     result = commit(scheduler, plan, (4, 9, 1, 2, 3))
     assert result.token_ids.tolist() == [4, 9]
     plan = planned(scheduler)
@@ -392,7 +390,7 @@ def test_nothing_is_guessed_while_many_prompts_are_computed() -> None:
     scheduler = started(repeating(0, max_tokens=40), speculative_max_requests=1)
     scheduler.add(request(1, 20, max_tokens=1))
     plan = planned(scheduler)
-    assert guessed(plan).keys() == {0} and plan.chunks.rows.tolist() == [0, 1]
+    assert guessed(plan).keys() == {0} and plan.chunks.rows.tolist() == [1]
     commit(scheduler, plan, (4, 5, 1, 2, 3))
     plan = planned(scheduler)
     assert not guessed(plan) and decoded(plan) == [(0, 13)]
@@ -521,7 +519,7 @@ def test_prompts_go_on_beside_guesses() -> None:
     scheduler.add(request(1, 8))
     plan = planned(scheduler)
     assert guessed(plan)[0] == (8, [3, 4, 5, 1, 2, 3, 4, 5])
-    assert plan.chunks.lengths.tolist() == [8, 8]
+    assert plan.chunks.lengths.tolist() == [8]
 
 
 def test_the_number_of_samples_must_be_right() -> None:
@@ -606,7 +604,7 @@ def test_a_row_with_states_goes_on_after_its_right_guesses(
     result = step(scheduler, sampled)
     assert result.token_ids.tolist() == list(sampled[: num_right + 1])
     plan, ahead = planned(scheduler), planned(scheduler)
-    assert not len(plan.chunks.rows) and not len(ahead.chunks.rows)
+    assert not guessed(plan) and not guessed(ahead)
     assert (decoded(plan), decoded(ahead)) == ([(0, 9 + num_right)], [(0, 10 + num_right)])
 
 

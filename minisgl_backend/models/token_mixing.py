@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from minisgl_backend.attention.base import Attend
 from minisgl_backend.kernels.activation import gate_output
 from minisgl_backend.kernels.adapters import AdaptedTokens
+from minisgl_backend.kernels.checks import Checks
 from minisgl_backend.kernels.delta_runs import Runs
 from minisgl_backend.kernels.linear_cut import HEAD_DIMS
 from minisgl_backend.kernels.paged_kv import PagedKV
@@ -54,11 +55,13 @@ class RecurrentRows:
     """Which row each token of a step belongs to, for layers with recurrent states.
 
     ``decode_slots`` int64 [num_decodes]: the slots of the decoding rows, whose tokens come first;
-    -1 for a token that does not belong to one. ``runs`` are the other tokens.
+    -1 for a token that does not belong to one. ``runs`` are the other tokens. ``checks``: if the
+    step checks guesses, the checks of the decoding rows, each of which may have several tokens.
     """
 
     decode_slots: Tensor
     runs: Runs | None = None
+    checks: Checks | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -24,8 +24,7 @@ class FlatBatch:
 
     int64[num_tokens]: ``rows``, ``positions``.
     int32[num_tokens]: ``tokens``, each a token id or ``LAST_TOKEN``.
-    int32[num_chunks]: ``chunk_rows``; ``chunk_ends``, the position after each chunk's last one;
-    ``known_ends``, that after its last token that is not a guess.
+    int32[num_chunks]: ``chunk_rows``; ``chunk_ends``, the position after each chunk's last one.
     int32[num_chunks + 1]: ``chunk_offsets``, the flat index of each chunk's first token, and then
     the number of tokens.
     int64[num_samples]: ``sample_indices``, the flat indices of the tokens after which a token is
@@ -40,7 +39,6 @@ class FlatBatch:
     chunk_rows: IntArray
     chunk_offsets: IntArray
     chunk_ends: IntArray
-    known_ends: IntArray
     sample_indices: HostArray
     sample_rows: HostArray
     sample_positions: HostArray
@@ -66,7 +64,6 @@ class FlatBatch:
             chunk_rows=chunks.rows,
             chunk_offsets=offsets.astype(np.int32),
             chunk_ends=chunks.ends,
-            known_ends=chunks.known_ends,
             sample_indices=np.concatenate([sampled, decoding], dtype=int),
             sample_rows=plan.sample_rows.astype(np.int64),
             sample_positions=plan.sample_positions.astype(np.int64),
@@ -86,7 +83,6 @@ class FlatBatch:
             chunk_rows=EMPTY,
             chunk_offsets=offsets,
             chunk_ends=EMPTY,
-            known_ends=EMPTY,
             sample_indices=samples,
             sample_rows=rows,
             sample_positions=positions + 1,

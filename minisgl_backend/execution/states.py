@@ -95,7 +95,6 @@ class StateStorage:
     def runs_of(self, batch: FlatBatch) -> list[Run]:
         """The chunks of ``batch``, with the slots of their rows and snapshots."""
         offsets, ends = batch.chunk_offsets.tolist(), batch.chunk_ends.tolist()
-        num_guesses = (batch.chunk_ends - batch.known_ends).tolist()
         snapshots = batch.snapshots
         positions = snapshots.saved_positions.tolist()
         slots = (snapshots.saved + self._first_snapshot).tolist()
@@ -106,7 +105,7 @@ class StateStorage:
             to_index = end - ends[chunk]  # from positions of the row
             own = range(saved[chunk], saved[chunk + 1])
             kept = tuple((positions[save] + to_index, slots[save]) for save in own)
-            runs.append(Run(begin, end, row, begin - to_index, kept, num_guesses[chunk]))
+            runs.append(Run(begin, end, row, begin - to_index, kept))
         return runs
 
     def _copy(self, sources: IntArray, targets: IntArray) -> None:

@@ -290,7 +290,7 @@ def delta_runs_reference(
             out[begin:end] = _gated(found, inputs.z[begin:end], weights)
             for slot in slots:
                 matrices[slot] = stored(state, matrices.dtype)
-        states.pending.clear(run.slot, run.known_end_position)
+        states.pending.clear(run.slot, run.end_position)
 
 
 def _heads(

@@ -265,7 +265,8 @@ def delta_checks_reference(
         state = states.matrices[slots[begin]].float()[None]
         for index in range(length):
             one = slice(begin + index, begin + index + 1)
-            found, state, keys, values = _stepped(*(of_all[one] for of_all in each), state)
+            q, k, v, g, beta = (of_all[one] for of_all in each)
+            found, state, keys, values = _stepped(q, k, v, g, beta, state)
             own[one] = _gated(found, inputs.z[one], weights).to(out.dtype)
             unsettled.keys[place, index] = keys[0, ::sharing]
             unsettled.values[place, index] = values[0]

@@ -81,9 +81,9 @@ def test_settle(
     for _, place, _, count in CHECKS:
         filled(unsettled, place, count, draw)
     if kind == "kimi":
-        pending, whole = no_updates(LAYERS, ROWS, 0, 0, 0, 0, device), matrices.clone()
+        pending, whole = no_updates(LAYERS, ROWS, 0, 0, 0, 0, device=device), matrices.clone()
     else:
-        pending = no_updates(LAYERS, ROWS, *shape, device)
+        pending = no_updates(LAYERS, ROWS, *shape, device=device)
         whole = with_updates(
             matrices.float(), pending, keys_are_lines=keys_are_lines, draw=draw
         ).to(state_dtype)

@@ -81,21 +81,18 @@ def filled(
 
 
 def no_updates(
-    num_layers: int,
-    num_rows: int,
-    num_key_heads: int,
-    num_heads: int,
-    key_dim: int,
-    value_dim: int,
-    device: torch.device | None = None,
+    num_layers: int, num_rows: int, *sizes: int, device: torch.device | None = None
 ) -> PendingUpdates:
-    """Of all layers."""
-    sizes = num_key_heads, num_heads, key_dim, value_dim
-    none = PendingUpdates.none(num_layers * num_rows, *sizes, device)
-    of_layers = num_layers, num_rows
+    """Of all layers. ``sizes``: numbers of key heads and heads, key_dim and value_dim."""
+    key_heads, heads, key_dim, value_dim = sizes
+    none = PendingUpdates.none(num_layers * num_rows, key_heads, heads, key_dim, value_dim, device)
+
+    def of_layers(of_rows: Tensor) -> Tensor:
+        return of_rows.view(num_layers, num_rows, *of_rows.shape[1:])
+
     return PendingUpdates(
-        none.keys.unflatten(0, of_layers),
-        none.values.unflatten(0, of_layers),
-        none.decays.unflatten(0, of_layers),
-        none.begins.unflatten(0, of_layers),
+        of_layers(none.keys),
+        of_layers(none.values),
+        of_layers(none.decays),
+        of_layers(none.begins),
     )

@@ -227,5 +227,5 @@ def test_checks_give_what_steps_give(by_dimension: bool, state_dtype: torch.dtyp
         torch.testing.assert_close(
             own[:, 0].float(), before.matrices.float(), rtol=tolerance, atol=tolerance
         )
-        for slot, _, start, count in counted:
-            assert (pending.begins[slot] == (start + count) % WHOLE_EVERY).all()
+        for row, _, start, count in counted:
+            assert (pending.begins[row] == (start + count) % WHOLE_EVERY).all()

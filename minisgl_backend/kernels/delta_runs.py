@@ -1,8 +1,5 @@
 """The prompt chunks of a step, cut into blocks of tokens, for layers with recurrent states.
 
-A chunk may end with guesses, which the states in slots do not take in: a state cannot go back to
-before a wrong one. What guesses read is computed all the same.
-
 Knows indices of tokens and slots of states. Must not know what is computed with a block
 (``gated_delta``, ``mamba``), or which request has a slot.
 """
@@ -22,7 +19,7 @@ BLOCK: Final = 64
 """Tokens that are computed at once."""
 BLOCK_COLUMNS: Final = 4
 """Numbers of a line of ``Runs.blocks``."""
-RUN_COLUMNS: Final = 5
+RUN_COLUMNS: Final = 4
 """Numbers of a line of ``Runs.lines``."""
 
 
@@ -31,9 +28,8 @@ class Run:
     """Consecutive tokens of one row, by their indices in the step: ``begin`` <= t < ``end``.
 
     ``position`` is that of the first token. ``slot`` has the row's states after the previous
-    tokens, if there are any, and gets the states after the last token before the ``num_guesses`` at
-    the end. ``kept``, in ascending order: an index, and the slot that gets a copy of the states
-    before the token at that index.
+    tokens, if there are any, and gets the states after the last token. ``kept``, in ascending
+    order: an index, and the slot that gets a copy of the states before the token at that index.
     """
 
     begin: int
@@ -41,7 +37,6 @@ class Run:
     slot: int
     position: int
     kept: tuple[tuple[int, int], ...] = ()
-    num_guesses: int = 0
 
     @property
     def is_fresh(self) -> bool:
@@ -49,23 +44,18 @@ class Run:
         return self.position == 0
 
     @property
-    def known_end(self) -> int:
-        """The index before which ``slot`` takes the states."""
-        return self.end - self.num_guesses
-
-    @property
-    def known_end_position(self) -> int:
-        """The position of the row's token there."""
-        return self.position + self.known_end - self.begin
+    def end_position(self) -> int:
+        """That of the row's token after the run."""
+        return self.position + self.end - self.begin
 
     def pieces(self) -> Iterator[tuple[int, int, tuple[int, ...]]]:
         """The parts of the run, cut where slots take the states: begin, end, and these slots."""
-        takers: dict[int, list[int]] = {self.end: []}
-        for index, slot in (*self.kept, (self.known_end, self.slot)):
+        takers: dict[int, list[int]] = {}
+        for index, slot in (*self.kept, (self.end, self.slot)):
             takers.setdefault(index, []).append(slot)
         begin = self.begin
-        for end in sorted(takers):
-            yield begin, end, tuple(takers[end])
+        for end, slots in takers.items():
+            yield begin, end, tuple(slots)
             begin = end
 
 
@@ -76,9 +66,8 @@ class Runs:
     int32 on the device. ``blocks`` [num_blocks, BLOCK_COLUMNS], up to 64 tokens each, in the order
     of the tokens: begin, end, the slot of a snapshot that keeps the states after the block or -1,
     and its run. ``lines`` [num_lines, RUN_COLUMNS], one per run: its first block, the block after
-    its last, its slot, the position of its first token, and the block before which the slot takes
-    the states. Both may end in padding: blocks that begin and end after the last token of all runs,
-    and lines with slot -1.
+    its last, its slot, and the position of its first token. Both may end in padding: blocks that
+    begin and end after the last token of all runs, and lines with slot -1.
     """
 
     blocks: Tensor
@@ -100,13 +89,11 @@ class Runs:
     def listed(self) -> list[Run]:
         """The runs, without padding."""
         blocks, runs = self.blocks.tolist(), []
-        for first, last, slot, position, known in self.lines.tolist():
+        for first, last, slot, position in self.lines.tolist():
             if slot >= 0:
                 own = blocks[first:last]
                 kept = tuple((end, to) for _, end, to, _ in own if to >= 0)
-                begin, end = own[0][0], own[-1][1]
-                num_guesses = end - blocks[known - 1][1]
-                runs.append(Run(begin, end, slot, position, kept, num_guesses))
+                runs.append(Run(own[0][0], own[-1][1], slot, position, kept))
         return runs
 
 
@@ -125,10 +112,10 @@ def runs_table(runs: Sequence[Run], most_blocks: int, most_lines: int, *, end: i
     ``end`` is the number of tokens, where blocks of padding begin and end."""
     blocks = np.empty((most_blocks, BLOCK_COLUMNS), np.int32)
     lines = np.empty((most_lines, RUN_COLUMNS), np.int32)
-    blocks[:], lines[:] = (end, end, -1, 0), (0, 0, -1, 0, 0)
+    blocks[:], lines[:] = (end, end, -1, 0), (0, 0, -1, 0)
     block = 0
     for line, run in enumerate(runs):
-        first = known = block
+        first = block
         for begin, border, slots in run.pieces():
             snapshots = [slot for slot in slots if slot != run.slot]
             for start in range(begin, border, BLOCK):
@@ -136,7 +123,5 @@ def runs_table(runs: Sequence[Run], most_blocks: int, most_lines: int, *, end: i
                 keeps = stop == border and len(snapshots) > 0
                 blocks[block] = (start, stop, snapshots[0] if keeps else -1, line)
                 block += 1
-            if border == run.known_end:
-                known = block
-        lines[line] = (first, block, run.slot, run.position, known)
+        lines[line] = (first, block, run.slot, run.position)
     return np.concatenate([blocks.ravel(), lines.ravel()])

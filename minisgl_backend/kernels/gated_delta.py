@@ -14,7 +14,8 @@ goes from one block to the next. Before the rule, queries, keys and values go th
 convolution over the last few tokens, whose own state is the inputs of those tokens.
 
 The decode steps of many rows have a kernel (``cuda/delta_step``) that leaves updates pending
-(``layer_states``). The value of an update is the correction beta (v - k^T S).
+(``layer_states``). The value of an update is the correction beta (v - k^T S). Its key has unit
+length.
 
 Knows only tensors, slots of states and positions. States and sums are computed in float32, whatever
 the dtype of the inputs; the kernels' GEMMs over blocks take operands of that dtype, and those that
@@ -33,10 +34,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minisgl_backend.kernels.causal_conv import (
+    causal_conv_checks,
+    causal_conv_checks_reference,
     causal_conv_runs,
     causal_conv_runs_reference,
     causal_conv_step_reference,
 )
+from minisgl_backend.kernels.checks import Checks
 from minisgl_backend.kernels.delta_runs import BLOCK, Runs
 from minisgl_backend.kernels.dispatch import use_triton
 from minisgl_backend.kernels.layer_states import LayerStates, rows_of, stored
@@ -50,8 +54,7 @@ class DeltaStates(LayerStates):
     value_dim].
 
     ``readers`` int32 [num_slots, num_key_heads] counts within a kernel, and is 0 otherwise; layers
-    may share it. None of this holds for the padding's slot, which several rows of a step have. The
-    keys of ``pending`` have unit length.
+    may share it. None of this holds for the padding's slot, which several rows of a step have.
     """
 
     readers: Tensor
@@ -142,10 +145,57 @@ def delta_step(
     )
 
 
+def delta_checks(
+    out: Tensor,
+    inputs: DeltaInputs,
+    weights: DeltaWeights,
+    states: DeltaStates,
+    slots: Tensor,
+    checks: Checks,
+    positions: Tensor,
+) -> None:
+    """The same for the tokens of ``checks``, the first ones, which leave states, and updates that
+    are pending, as they are. What they would add is kept in ``states.unsettled``.
+
+    Arguments are as in ``delta_step``. ``slots`` int64 [num_tokens] are those of the tokens' rows,
+    which have states; tokens of padding get zeros.
+    """
+    if not use_triton(out):
+        delta_checks_reference(out, inputs, weights, states, slots, checks)
+        return
+    from minisgl_backend.kernels.triton_kernels.gated_delta_checks import launch_checks
+
+    channels, pending, unsettled = inputs.channels, states.pending, states.unsettled
+    assert unsettled is not None
+    shape = len(slots), channels.shape[1]
+    convolved = torch.empty(shape, dtype=channels.dtype, device=channels.device)
+    causal_conv_checks(
+        convolved, channels, states.conv, unsettled.inputs, slots, checks, weights.conv
+    )
+    launch_checks(
+        out,
+        convolved,
+        inputs.z,
+        inputs.a,
+        inputs.b,
+        (weights.log_rates, weights.biases, weights.norm),
+        states.matrices,
+        (pending.keys, pending.values, pending.decays, pending.begins),
+        (unsettled.keys, unsettled.values, unsettled.decays),
+        slots,
+        checks.lines,
+        positions,
+        eps=weights.eps,
+        rate_scale=weights.rate_scale,
+        sigmoid_gates=weights.sigmoid_gates,
+    )
+
+
 def delta_runs(
     out: Tensor, inputs: DeltaInputs, weights: DeltaWeights, states: DeltaStates, runs: Runs
 ) -> None:
-    """The same for the tokens of ``runs``. All tokens after them are padding, and get zeros."""
+    """The same for the tokens of ``runs``, which update the states. All tokens after them are
+    padding, and get zeros."""
     if not use_triton(out):
         delta_runs_reference(out, inputs, weights, states, runs)
         return
@@ -192,6 +242,38 @@ def delta_step_reference(
     out[of_rows] = _gated(found, inputs.z[of_rows], weights).to(out.dtype)
 
 
+def delta_checks_reference(
+    out: Tensor,
+    inputs: DeltaInputs,
+    weights: DeltaWeights,
+    states: DeltaStates,
+    slots: Tensor,
+    checks: Checks,
+) -> None:
+    """The twin of ``delta_checks``, where no updates are pending."""
+    unsettled = states.unsettled
+    assert unsettled is not None
+    convolved = torch.empty_like(inputs.channels)
+    causal_conv_checks_reference(
+        convolved, inputs.channels, states.conv, unsettled.inputs, slots, checks, weights.conv
+    )
+    decays, rates = _rates(inputs, weights)
+    each = *_heads(convolved, weights, states.matrices), decays, rates
+    own = out[: len(slots)].zero_()
+    sharing = states.matrices.shape[1] // weights.num_key_heads
+    for begin, length, place in checks.listed():
+        state = states.matrices[slots[begin]].float()[None]
+        for index in range(length):
+            one = slice(begin + index, begin + index + 1)
+            q, k, v, g, beta = (of_all[one] for of_all in each)
+            found, state, keys, values = _stepped(q, k, v, g, beta, state)
+            own[one] = _gated(found, inputs.z[one], weights).to(out.dtype)
+            unsettled.keys[place, index] = keys[0, ::sharing]
+            unsettled.values[place, index] = values[0]
+        since = decays[begin : begin + length].cumsum(0)
+        unsettled.decays[place, :length] = since if weights.by_dimension else since[..., None]
+
+
 def delta_runs_reference(
     out: Tensor, inputs: DeltaInputs, weights: DeltaWeights, states: DeltaStates, runs: Runs
 ) -> None:
@@ -209,7 +291,7 @@ def delta_runs_reference(
             out[begin:end] = _gated(found, inputs.z[begin:end], weights)
             for slot in slots:
                 matrices[slot] = stored(state, matrices.dtype)
-        states.pending.clear(run.slot, run.known_end_position)
+        states.pending.clear(run.slot, run.end_position)
 
 
 def _heads(
@@ -310,16 +392,26 @@ def delta_rule_step(
     Arguments are as in ``delta_rule``, with rows in place of tokens; ``states`` are
     ``DeltaStates.matrices``; ``slots`` int64 [num_rows].
     """
+    found, state, _, _ = _stepped(q, k, v, g, beta, states[slots].float())
+    states[slots] = stored(state, states.dtype)
+    return found
+
+
+def _stepped(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What the tokens of rows read and their rows' new states, given ``state`` float32 [num_rows,
+    num_heads, key_dim, value_dim]; then the keys [num_rows, num_heads, key_dim] and the values
+    [num_rows, num_heads, value_dim] that these have taken in."""
     num_heads = v.shape[1]
     queries, keys = _unit_queries(q, num_heads), _unit(k, num_heads)  # [num_rows, num_heads, ...]
     decay = (g if g.dim() == 3 else g[..., None]).float().exp()  # [num_rows, num_heads, ...]
-    state = states[slots].float() * decay[..., None]
+    state = state * decay[..., None]
     read = (keys[..., None, :] @ state).squeeze(-2)
     written = (v.float() - read) * beta.float()[..., None]  # [num_rows, num_heads, value_dim]
     state += keys[..., None] * written[..., None, :]
-    states[slots] = stored(state, states.dtype)
-    found: Tensor = queries[..., None, :] @ state  # [num_rows, num_heads, 1, value_dim]
-    return found.squeeze(-2)
+    found = queries[..., None, :] @ state  # [num_rows, num_heads, 1, value_dim]
+    return found.squeeze(-2), state, keys, written
 
 
 def _unit(x: Tensor, num_heads: int) -> Tensor:

@@ -185,7 +185,7 @@ def mamba_runs_reference(
             out[begin:end] = _gated(found, inputs.z[begin:end], weights)
             for slot in slots:
                 matrices[slot] = stored(state, matrices.dtype)
-        states.pending.clear(run.slot, run.known_end_position)
+        states.pending.clear(run.slot, run.end_position)
 
 
 def _parts(

@@ -21,6 +21,7 @@ from minisgl_backend.kernels.gated_delta import (
     DeltaInputs,
     DeltaStates,
     DeltaWeights,
+    delta_checks,
     delta_runs,
     delta_step,
 )
@@ -67,10 +68,13 @@ class DeltaMixer(RecurrentMixer):
         rows, weights = step.recurrent, self._weights
         assert rows is not None
         mixed = torch.empty(inputs.z.shape, dtype=inputs.z.dtype, device=inputs.z.device)
-        if len(slots := rows.decode_slots):
+        slots, positions = rows.decode_slots, step.places.positions
+        if rows.checks is not None:
+            delta_checks(mixed, inputs, weights, self.states, slots, rows.checks, positions)
+        elif len(slots):
             kernel = self._step_kernel
             run = delta_step if kernel is None or not kernel.suits(len(slots)) else kernel
-            run(mixed, inputs, weights, self.states, slots, step.places.positions, pdl=step.pdl)
+            run(mixed, inputs, weights, self.states, slots, positions, pdl=step.pdl)
         if rows.runs is not None:
             delta_runs(mixed, inputs, weights, self.states, rows.runs)
         return mixed.flatten(1)

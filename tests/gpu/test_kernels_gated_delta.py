@@ -1,4 +1,5 @@
-"""Gated DeltaNet for one token a row, and for runs of tokens, against the twins."""
+"""Gated DeltaNet for one token a row, for checks of guesses, and for runs of tokens, against the
+twins."""
 
 from __future__ import annotations
 
@@ -18,9 +19,11 @@ from minisgl_backend.kernels.gated_delta import (
     DeltaStates,
     DeltaWeights,
 )
-from minisgl_backend.kernels.layer_states import PendingUpdates
+from minisgl_backend.kernels.layer_states import PendingUpdates, UnsettledTokens
+from minisgl_backend.kernels.settle import Settling, settle, settle_reference
 from minisgl_backend.plan import WHOLE_EVERY
 from tests.gpu.compare import TOLERANCE, assert_close, relative_error
+from tests.unit.kernels.checks import checks_of, of_layer, unsettled_tokens
 
 TINY = (2, 4, 16, 24)
 """Key heads, heads, dimensions of a key and of a value."""
@@ -120,6 +123,128 @@ def test_delta_step(
     assert torch.equal(states.matrices[[0, 1, 3, 5]], begun[[0, 1, 3, 5]])
 
 
+def unsettled_of(states: DeltaStates) -> UnsettledTokens:
+    """Memory for three checks of up to 8 tokens."""
+    _, heads, key_dim, value_dim = states.matrices.shape
+    sizes = states.conv.shape[1], states.readers.shape[1], heads, key_dim, value_dim
+    by_dimension = states.pending.begins.shape[1] == 0
+    unsettled = unsettled_tokens(
+        1,
+        3,
+        8,
+        *sizes,
+        num_decays=key_dim if by_dimension else 1,
+        dtype=states.conv.dtype,
+        device=states.conv.device,
+    )
+    return of_layer(unsettled, 0)
+
+
+def assert_alike(found: UnsettledTokens, wanted: UnsettledTokens, tolerance: float) -> None:
+    """Also as to what is not written."""
+    assert torch.equal(found.inputs.nan_to_num(7.0), wanted.inputs.nan_to_num(7.0))
+    for one, other in (
+        (found.keys, wanted.keys),
+        (found.values, wanted.values),
+        (found.decays, wanted.decays),
+    ):
+        assert torch.equal(one.isnan(), other.isnan())
+        assert_close(one.nan_to_num(), other.nan_to_num(), tolerance=tolerance)
+
+
+def as_one_layer(
+    states: DeltaStates,
+) -> tuple[torch.Tensor, torch.Tensor, PendingUpdates, UnsettledTokens]:
+    """What ``settle`` takes, over the same memory."""
+    pending, unsettled = states.pending, states.unsettled
+    assert unsettled is not None
+    return (
+        states.conv[:, None],
+        states.matrices[:, None],
+        PendingUpdates(
+            pending.keys[None], pending.values[None], pending.decays[None], pending.begins[None]
+        ),
+        UnsettledTokens(
+            unsettled.inputs[None],
+            unsettled.keys[None],
+            unsettled.values[None],
+            unsettled.decays[None],
+        ),
+    )
+
+
+def settle_both(
+    states: DeltaStates, wanted: DeltaStates, counted: list[tuple[int, int, int, int]]
+) -> None:
+    """Add the tokens that count (``Settling.of``), to ``wanted`` by the twin, in which nothing is
+    pending."""
+    settling = Settling.of(counted, lambda array: torch.from_numpy(array).to(states.conv.device))
+    settle(*as_one_layer(states), settling, keys_are_lines=True)
+    conv, matrices, _, unsettled = as_one_layer(wanted)
+    settle_reference(conv, matrices, unsettled, settling, keys_are_lines=True)
+
+
+@pytest.mark.parametrize(
+    ("shape", "width", "state_dtype"),
+    [*product(SHAPES, [2, 4], [torch.float32]), *product(SHAPES[:2], [4], OF_16_BITS)],
+)
+def test_delta_checks(
+    device: torch.device,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    width: int,
+    state_dtype: torch.dtype,
+) -> None:
+    """Checks beside padding, whose first tokens count; states change only then."""
+    weights = made_weights(shape, device, dtype, width=width)
+    states, wanted = (
+        replace(of, unsettled=unsettled_of(of))
+        for of in made_states(shape, 6, device, dtype, width=width, state_dtype=state_dtype)
+    )
+    conv, begun = states.conv.clone(), states.matrices.clone()
+    slots, checks = checks_of([5, 0, 1, 8, 0], [4, -1, 0, 3, -1], [2, -1, 0, 1, -1], device)
+    inputs = made_inputs(shape, len(slots) + 2, device, dtype)
+    positions = torch.zeros(len(slots), dtype=torch.int32, device=device)
+    out, expected = (torch.full_like(inputs.z, 7.0).contiguous() for _ in range(2))
+    gated_delta.delta_checks_reference(expected, inputs, weights, wanted, slots, checks)
+    gated_delta.delta_checks(out, inputs, weights, states, slots, checks, positions)
+    tolerance = 2 * TOLERANCE[dtype]
+    assert_close(out, expected, tolerance=tolerance)
+    assert not out[: len(slots)][slots < 0].any() and (out[len(slots) :] == 7).all()
+    assert states.unsettled is not None and wanted.unsettled is not None
+    assert_alike(states.unsettled, wanted.unsettled, tolerance)
+    assert torch.equal(states.conv, conv) and torch.equal(states.matrices, begun)
+    assert not states.readers.any() and not states.pending.begins.any()
+    settle_both(states, wanted, [(4, 2, 8, 2), (0, 0, 16, 1), (3, 1, 24, 8)])
+    assert torch.equal(states.conv, wanted.conv)
+    for slot in (0, 3, 4):
+        error = relative_error(states.matrices[slot], wanted.matrices[slot])
+        assert error < 2 * max(1e-3, TOLERANCE[dtype], TOLERANCE[state_dtype])
+    assert torch.equal(states.matrices[[1, 2, 5]], begun[[1, 2, 5]])
+    begins = torch.tensor([1, 0, 0, 0, 2, 0], device=device)[:, None]
+    assert (states.pending.begins == begins).all()
+
+
+def test_checks_add_pending_updates(device: torch.device, dtype: torch.dtype) -> None:
+    """To what tokens read; and states get them when they are settled."""
+    weights = made_weights(TINY, device, dtype)
+    states, wanted = (
+        replace(of, unsettled=unsettled_of(of)) for of in states_with_updates(device, dtype)
+    )
+    slots, checks = checks_of([3, 2, 4], [1, 3, 0], [0, 1, 2], device)
+    inputs = made_inputs(TINY, len(slots), device, dtype)
+    starts = [WHOLE_EVERY + 2, WHOLE_EVERY - 1, 5]
+    positions = torch.tensor([*range(starts[0], starts[0] + 3), 7, 8, 5, 6, 7, 8], device=device)
+    out, expected = (torch.empty_like(inputs.z).contiguous() for _ in range(2))
+    gated_delta.delta_checks_reference(expected, inputs, weights, wanted, slots, checks)
+    gated_delta.delta_checks(out, inputs, weights, states, slots, checks, positions)
+    assert_close(out, expected, tolerance=2 * TOLERANCE[dtype])
+    settle_both(states, wanted, [(1, 0, starts[0], 2), (3, 1, starts[1], 2), (0, 2, starts[2], 1)])
+    assert relative_error(states.matrices, wanted.matrices) < 2e-3
+    begins = torch.tensor([6, 4, 0, 1], device=device)[:, None]
+    assert (states.pending.begins == begins).all()
+
+
 def test_pending_updates_are_added(device: torch.device, dtype: torch.dtype) -> None:
     """A state with updates that another kernel has left gives what the whole one gives."""
     weights, slots = made_weights(TINY, device, dtype), torch.tensor([1, 3, 0], device=device)
@@ -136,12 +261,12 @@ def test_pending_updates_are_added(device: torch.device, dtype: torch.dtype) -> 
 
 
 def test_runs_add_pending_updates(device: torch.device, dtype: torch.dtype) -> None:
-    """The same for runs with guesses and without; after them nothing is pending."""
+    """The same for runs; after them nothing is pending."""
     weights = made_weights(TINY, device, dtype)
     states, wanted = states_with_updates(device, dtype)
     several = (
-        Run(0, 5, 1, WHOLE_EVERY + 2, (), 2),
-        Run(5, 8, 3, WHOLE_EVERY - 1, ((6, 2),), 1),
+        Run(0, 5, 1, WHOLE_EVERY + 2),
+        Run(5, 8, 3, WHOLE_EVERY - 1, ((6, 2),)),
         Run(8, 80, 0, 5),
     )
     inputs, runs = made_inputs(TINY, 80, device, dtype), runs_on(device, several)
@@ -152,7 +277,7 @@ def test_runs_add_pending_updates(device: torch.device, dtype: torch.dtype) -> N
     assert relative_error(out, expected) < tolerance
     for slot, matrix in enumerate(states.matrices):
         assert relative_error(matrix, wanted.matrices[slot]) < tolerance
-    begins = torch.tensor([5, 5, 0, 1], device=device)[:, None]  # slot 2 is a snapshot
+    begins = torch.tensor([5, 7, 0, 2], device=device)[:, None]  # slot 2 is a snapshot
     assert (states.pending.begins == begins).all()
 
 
@@ -201,7 +326,10 @@ def test_steps_of_many_rows(
     dtype, shape = torch.bfloat16, (key_heads, heads, HEAD_DIM, HEAD_DIM)
     kernel = DeltaStepKernel(key_heads, heads, width, state_dtype, device)
     weights = made_weights(shape, device, dtype, width=width)
-    states, wanted = made_states(shape, 24, device, dtype, width=width, state_dtype=state_dtype)
+    states, wanted = (
+        replace(of, unsettled=unsettled_of(of))
+        for of in made_states(shape, 24, device, dtype, width=width, state_dtype=state_dtype)
+    )
     for of_pending in (states.pending.keys, states.pending.values, states.pending.decays):
         of_pending.fill_(torch.nan)  # left by other requests
     begun = states.matrices.clone()
@@ -213,13 +341,16 @@ def test_steps_of_many_rows(
     tolerance = 2 * max(TOLERANCE[dtype], TOLERANCE[state_dtype])
     for step in range(3 * WHOLE_EVERY):
         if step == WHOLE_EVERY + 3:
-            check = Run(0, 9, int(slots[1]), int(positions[1]), (), 4)
-            inputs, runs = made_inputs(shape, check.end, device, dtype), runs_on(device, [check])
+            slot, start = int(slots[1]), int(positions[1])
+            of_tokens, checks = checks_of([8], [slot], [2], device)
+            inputs = made_inputs(shape, len(of_tokens), device, dtype)
             out, expected = (torch.empty_like(inputs.z).contiguous() for _ in range(2))
-            gated_delta.delta_runs_reference(expected, inputs, weights, wanted, runs)
-            gated_delta.delta_runs(out, inputs, weights, states, runs)
-            assert relative_error(out, expected) < tolerance
-            positions[1] = check.known_end_position
+            there = start + torch.arange(len(of_tokens), device=device)
+            gated_delta.delta_checks_reference(expected, inputs, weights, wanted, of_tokens, checks)
+            gated_delta.delta_checks(out, inputs, weights, states, of_tokens, checks, there)
+            assert_close(out, expected, tolerance=tolerance)
+            settle_both(states, wanted, [(slot, 2, start, 5)])
+            positions[1] += 5
         inputs = made_inputs(shape, len(slots), device, dtype)
         out, expected = (torch.full_like(inputs.z, 7.0).contiguous() for _ in range(2))
         gated_delta.delta_step_reference(expected, inputs, weights, wanted, slots)
@@ -241,8 +372,8 @@ RUNS = [
     (Run(0, 1, 3, 0),),
     (Run(0, 2, 3, 5, ((1, 5),)), Run(2, 4, 1, 0, ((3, 6), (4, 7)))),
     (Run(0, 64, 2, 16), Run(64, 129, 0, 0), Run(129, 131, 1, 7)),
-    (Run(0, 5, 3, 6, (), 4), Run(5, 80, 1, 0, ((16, 4), (21, 5)), 59), Run(80, 150, 2, 9, (), 69)),
-    (Run(5, 205, 1, 33, ((21, 4), (85, 5), (205, 6))), Run(205, 268, 0, 0, ((253, 7),), 5)),
+    (Run(0, 5, 3, 6), Run(5, 80, 1, 0, ((16, 4), (21, 5))), Run(80, 150, 2, 9)),
+    (Run(5, 205, 1, 33, ((21, 4), (85, 5), (205, 6))), Run(205, 268, 0, 0, ((253, 7),))),
 ]
 """Tokens before the first are those of decoding rows."""
 
@@ -263,6 +394,28 @@ def test_conv_runs(
     causal_conv.causal_conv_runs(out, x, states, many, weight, bias)
     assert_close(out, expected)
     assert torch.equal(states, before)
+
+
+@pytest.mark.parametrize(("width", "biased", "silu"), [(2, False, True), (4, True, False)])
+def test_conv_checks(
+    device: torch.device, dtype: torch.dtype, width: int, biased: bool, silu: bool
+) -> None:
+    """Checks shorter and longer than the convolution, beside padding; states stay as they are."""
+    channels = 150
+    slots, checks = checks_of([1, 0, 2, 6, 0], [4, -1, 0, 3, -1], [2, -1, 0, 1, -1], device)
+    x = torch.randn(len(slots), channels + 2, device=device).to(dtype)[:, :channels]
+    weight = torch.randn(channels, width, device=device).to(dtype)
+    bias = torch.randn(channels, device=device).to(dtype) if biased else None
+    states = torch.randn(6, 3, channels, width - 1, device=device).to(dtype)[:, 1]
+    before = states.clone()
+    inputs, kept = (torch.full((3, 7, channels), 7.0, dtype=dtype, device=device) for _ in range(2))
+    out, expected = (torch.full_like(x, 7.0).contiguous() for _ in range(2))
+    causal_conv.causal_conv_checks_reference(
+        expected, x, states, kept, slots, checks, weight, bias, silu=silu
+    )
+    causal_conv.causal_conv_checks(out, x, states, inputs, slots, checks, weight, bias, silu=silu)
+    assert_close(out, expected)
+    assert torch.equal(inputs, kept) and torch.equal(states, before)
 
 
 @pytest.mark.parametrize(
@@ -363,17 +516,16 @@ def test_large_states_stay_finite(
 
 def test_runs_are_cut_into_blocks() -> None:
     one = Run(0, 70, 2, 300, ((66, 9),))
-    runs = Runs.of([one, Run(70, 71, 1, 0), Run(71, 75, 0, 4, ((72, 5),), 2)], torch.from_numpy)
+    runs = Runs.of([one, Run(70, 71, 1, 0), Run(71, 75, 0, 4, ((72, 5),))], torch.from_numpy)
     assert runs.blocks.tolist() == [
         [0, 64, -1, 0],
         [64, 66, 9, 0],
         [66, 70, -1, 0],
         [70, 71, -1, 1],
         [71, 72, 5, 2],
-        [72, 73, -1, 2],
-        [73, 75, -1, 2],
+        [72, 75, -1, 2],
     ]
-    assert runs.lines.tolist() == [[0, 3, 2, 300, 3], [3, 4, 1, 0, 4], [4, 7, 0, 4, 6]]
+    assert runs.lines.tolist() == [[0, 3, 2, 300], [3, 4, 1, 0], [4, 6, 0, 4]]
     assert runs.blocks.dtype == torch.int32
     assert np.diff(runs.lines[:, :2].numpy()).sum() == len(runs.blocks)
 

@@ -1,4 +1,5 @@
-"""Kimi Delta Attention for one token a row, and for runs of tokens, against the twins."""
+"""Kimi Delta Attention for one token a row, for checks of guesses, and for runs of tokens, against
+the twins."""
 
 from __future__ import annotations
 
@@ -14,7 +15,15 @@ from minisgl_backend.kernels.dispatch import is_interpreted
 from minisgl_backend.kernels.gated_delta import DeltaInputs, DeltaStates, DeltaWeights
 from minisgl_backend.kernels.layer_states import PendingUpdates
 from tests.gpu.compare import TOLERANCE, assert_close, relative_error
-from tests.gpu.test_kernels_gated_delta import OF_16_BITS, RUNS, runs_on
+from tests.gpu.test_kernels_gated_delta import (
+    OF_16_BITS,
+    RUNS,
+    assert_alike,
+    runs_on,
+    settle_both,
+    unsettled_of,
+)
+from tests.unit.kernels.checks import checks_of
 
 SHAPES = [(2, 24), (2, 64)] if is_interpreted() else [(2, 24), (3, 64), (32, 128)]
 """Heads, and their dimensions."""
@@ -95,6 +104,43 @@ def test_kimi_step(
         error = relative_error(states.matrices[slot], wanted.matrices[slot])
         assert error < 2 * max(1e-3, TOLERANCE[state_dtype])  # the interpreter truncates bfloat16
     assert torch.equal(states.matrices[[0, 1, 3, 5]], begun[[0, 1, 3, 5]])
+
+
+@pytest.mark.parametrize(
+    ("shape", "width", "state_dtype"),
+    [*product(SHAPES, [2, 4], [torch.float32]), *product(SHAPES[:2], [4], OF_16_BITS)],
+)
+def test_kimi_checks(
+    device: torch.device,
+    dtype: torch.dtype,
+    shape: tuple[int, int],
+    width: int,
+    state_dtype: torch.dtype,
+) -> None:
+    """Checks beside padding, whose first tokens count; states change only then."""
+    weights = made_weights(shape, device, dtype, width=width)
+    states, wanted = (
+        replace(of, unsettled=unsettled_of(of))
+        for of in made_states(shape, 6, device, dtype, width=width, state_dtype=state_dtype)
+    )
+    conv, begun = states.conv.clone(), states.matrices.clone()
+    slots, checks = checks_of([5, 0, 1, 8, 0], [4, -1, 0, 3, -1], [2, -1, 0, 1, -1], device)
+    inputs = made_inputs(shape, len(slots), device, dtype)
+    out, expected = (torch.full_like(inputs.z, 7.0) for _ in range(2))
+    gated_delta.delta_checks_reference(expected, inputs, weights, wanted, slots, checks)
+    gated_delta.delta_checks(out, inputs, weights, states, slots, checks, slots)
+    tolerance = 2 * TOLERANCE[dtype]
+    assert_close(out, expected, tolerance=tolerance)
+    assert not out[slots < 0].any()
+    assert states.unsettled is not None and wanted.unsettled is not None
+    assert_alike(states.unsettled, wanted.unsettled, tolerance)
+    assert torch.equal(states.conv, conv) and torch.equal(states.matrices, begun)
+    settle_both(states, wanted, [(4, 2, 8, 2), (0, 0, 16, 1), (3, 1, 24, 8)])
+    assert torch.equal(states.conv, wanted.conv)
+    for slot in (0, 3, 4):
+        error = relative_error(states.matrices[slot], wanted.matrices[slot])
+        assert error < 2 * max(1e-3, TOLERANCE[dtype], TOLERANCE[state_dtype])
+    assert torch.equal(states.matrices[[1, 2, 5]], begun[[1, 2, 5]])
 
 
 @pytest.mark.parametrize(

@@ -138,7 +138,7 @@ def test_steps_of_many_rows(
     state_dtype: torch.dtype,
 ) -> None:
     """Steps leave updates pending, from all places on, with steps that leave none, a prompt and
-    checks of guesses in between. States are whole when the next position is a multiple of
+    other chunks in between. States are whole when the next position is a multiple of
     ``WHOLE_EVERY``."""
     weights = made_weights(shape, device, dtype, width=width)
     states, wanted = made_states(shape, 12, device, dtype, width=width, state_dtype=state_dtype)
@@ -154,16 +154,16 @@ def test_steps_of_many_rows(
     for step in range(3 * WHOLE_EVERY):
         if step == WHOLE_EVERY + 3:
             prompt = Run(0, WHOLE_EVERY + 5, int(slots[1]), 0)
-            check = Run(prompt.end, prompt.end + 9, int(slots[3]), int(positions[3]), (), 4)
-            other = Run(check.end, check.end + 2, int(slots[6]), int(positions[6]), (), 1)
+            chunk = Run(prompt.end, prompt.end + 9, int(slots[3]), int(positions[3]))
+            other = Run(chunk.end, chunk.end + 2, int(slots[6]), int(positions[6]))
             inputs = made_inputs(shape, other.end, device, dtype)
             out, expected = (torch.empty_like(inputs.z).contiguous() for _ in range(2))
-            runs = runs_on(device, [prompt, check, other])
+            runs = runs_on(device, [prompt, chunk, other])
             mamba.mamba_runs_reference(expected, inputs, weights, wanted, runs)
             mamba.mamba_runs(out, inputs, weights, states, runs)
             assert relative_error(out, expected) < tolerance
-            for row, run in ((1, prompt), (3, check), (6, other)):
-                positions[row] = run.known_end_position
+            for row, run in ((1, prompt), (3, chunk), (6, other)):
+                positions[row] = run.end_position
         inputs = made_inputs(shape, len(slots), device, dtype)
         out, expected = (torch.full_like(inputs.z, 7.0).contiguous() for _ in range(2))
         mamba.mamba_step_reference(expected, inputs, weights, wanted, slots)
@@ -213,8 +213,8 @@ RUNS = [
     (Run(0, 1, 3, 0),),
     (Run(0, 2, 3, 5, ((1, 5),)), Run(2, 4, 1, 0, ((3, 6), (4, 7)))),
     (Run(0, 64, 2, 16), Run(64, 129, 0, 0), Run(129, 131, 1, 7)),
-    (Run(0, 5, 3, 6, (), 4), Run(5, 80, 1, 0, ((16, 4), (21, 5)), 59), Run(80, 150, 2, 9, (), 69)),
-    (Run(5, 205, 1, 33, ((21, 4), (85, 5), (205, 6))), Run(205, 268, 0, 0, ((253, 7),), 5)),
+    (Run(0, 5, 3, 6), Run(5, 80, 1, 0, ((16, 4), (21, 5))), Run(80, 150, 2, 9)),
+    (Run(5, 205, 1, 33, ((21, 4), (85, 5), (205, 6))), Run(205, 268, 0, 0, ((253, 7),))),
 ]
 """Tokens before the first are those of decoding rows."""
 

@@ -105,7 +105,7 @@ def _keep_inputs(
     if slot < 0:
         return
     first = tl.load(blocks_ptr + tl.load(run_ptr) * 4)
-    end = tl.load(blocks_ptr + (tl.load(run_ptr + 4) - 1) * 4 + 1)  # of what is known
+    end = tl.load(blocks_ptr + (tl.load(run_ptr + 1) - 1) * 4 + 1)
     is_known = tl.load(run_ptr + 3) > 0
     c = tl.program_id(1) * PART + tl.arange(0, PART)
     mask = c < CHANNELS

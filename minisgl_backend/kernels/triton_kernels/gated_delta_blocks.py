@@ -22,7 +22,7 @@ from torch import Tensor
 from minisgl_backend.kernels.delta_runs import BLOCK
 from minisgl_backend.kernels.dispatch import shared_bytes
 from minisgl_backend.kernels.shared_memory import most_bytes
-from minisgl_backend.kernels.triton_kernels.pending_updates import RUN, settled, with_pending
+from minisgl_backend.kernels.triton_kernels.pending_updates import RUN, places_after, with_pending
 from minisgl_backend.plan import WHOLE_EVERY
 
 EPS = tl.constexpr(1e-6)  # added to the squared length of queries and keys
@@ -249,7 +249,6 @@ def _chain_blocks(
     if slot < 0:
         return
     position = tl.load(run_ptr + 3)  # of the first token; if it is 0, there is no state yet
-    known = tl.load(run_ptr + 4)  # the first block of guesses, or the one after the last
     n, i = tl.arange(0, TOKENS), tl.arange(0, KP)
     j = tl.program_id(2) * PART + tl.arange(0, PART)
     in_v = j < V
@@ -311,11 +310,9 @@ def _chain_blocks(
         state = tl.dot(tl.trans(keys), new.to(kind), state * left, input_precision=PRECISION)
         to = out_ptr + (t[:, None] * HEADS + head) * V + j[None, :]
         tl.store(to, found.to(out_ptr.dtype.element_ty), mask=inside[:, None] & in_v[None, :])
-        row_takes = block + 1 == known
-        if (copy >= 0) | row_takes:  # one branch takes fewer registers than two
-            kept = stored(state, state_kind)
-            tl.store(head_ptr + copy * slot_stride, kept, mask=in_state & (copy >= 0))
-            tl.store(head_ptr + slot * slot_stride, kept, mask=in_state & row_takes)
+        if copy >= 0:
+            tl.store(head_ptr + copy * slot_stride, stored(state, state_kind), mask=in_state)
+    tl.store(head_ptr + slot * slot_stride, stored(state, state_kind), mask=in_state)
 
 
 @triton.jit(
@@ -345,7 +342,7 @@ def _gated_norm(
     # lines of tokens:  decoding rows, done | [begin, end) runs | padding, which gets zeros
     line = tl.program_id(0).to(tl.int64) * LINES + tl.arange(0, LINES)
     if not BY_DIMENSION:  # as many lines are also those of the heads of runs
-        slot, place = settled(blocks_ptr, runs_ptr, line // HEADS, num_runs, EVERY)
+        slot, place = places_after(blocks_ptr, runs_ptr, line // HEADS, num_runs, EVERY)
         tl.store(begins_ptr + slot * HEADS + line % HEADS, place, mask=slot >= 0)
     begin = tl.load(blocks_ptr) * HEADS
     end = tl.load(blocks_ptr + last_block * 4 + 1) * HEADS

@@ -22,7 +22,7 @@ from minisgl_backend.kernels.delta_runs import BLOCK
 from minisgl_backend.kernels.dispatch import shared_bytes
 from minisgl_backend.kernels.shared_memory import most_bytes
 from minisgl_backend.kernels.triton_kernels.gated_delta_blocks import between, silu, stored
-from minisgl_backend.kernels.triton_kernels.pending_updates import RUN, settled, with_pending
+from minisgl_backend.kernels.triton_kernels.pending_updates import RUN, places_after, with_pending
 from minisgl_backend.plan import WHOLE_EVERY
 
 
@@ -108,7 +108,6 @@ def _chain_blocks(
     if slot < 0:
         return
     position = tl.load(run_ptr + 3)  # of the first token; if it is 0, there is no state yet
-    known = tl.load(run_ptr + 4)  # the first block of guesses, or the one after the last
     i, n = tl.arange(0, TOKENS), tl.arange(0, NP)
     p = tl.program_id(2) * PART + tl.arange(0, PART)
     in_p = p < P
@@ -165,11 +164,9 @@ def _chain_blocks(
         found += skip * x.to(tl.float32)
         to = out_ptr + (t[:, None] * HEADS + head) * P + p[None, :]
         tl.store(to, found.to(out_ptr.dtype.element_ty), mask=in_values)
-        row_takes = block + 1 == known
-        if (copy >= 0) | row_takes:  # one branch takes fewer registers than two
-            kept = stored(state, state_kind)
-            tl.store(head_ptr + copy * slot_stride, kept, mask=in_state & (copy >= 0))
-            tl.store(head_ptr + slot * slot_stride, kept, mask=in_state & row_takes)
+        if copy >= 0:
+            tl.store(head_ptr + copy * slot_stride, stored(state, state_kind), mask=in_state)
+    tl.store(head_ptr + slot * slot_stride, stored(state, state_kind), mask=in_state)
 
 
 @triton.jit
@@ -207,7 +204,7 @@ def _gated_norm(
 ):
     # tokens:  decoding rows, done | [begin, end) runs | padding, which gets zeros
     t, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    slot, place = settled(blocks_ptr, runs_ptr, t, num_runs, EVERY)
+    slot, place = places_after(blocks_ptr, runs_ptr, t, num_runs, EVERY)
     if slot >= 0:
         h = tl.arange(0, PADDED)  # a head has at least one value
         tl.store(begins_ptr + (slot * GROUPS + group) * SHARING + h, place, mask=h < SHARING)

@@ -43,14 +43,14 @@ def with_pending(
 
 
 @triton.jit
-def settled(blocks_ptr, runs_ptr, run, num_runs, EVERY: tl.constexpr):
+def places_after(blocks_ptr, runs_ptr, run, num_runs, EVERY: tl.constexpr):
     """The slots of the runs ``run``, and the places of the first updates that may be pending after
     them; the slot is -1 if there is no such run."""
     run_ptr = runs_ptr + run * RUN
     slot = tl.load(run_ptr + 2, mask=run < num_runs, other=-1).to(tl.int64)
     first = tl.load(run_ptr, mask=slot >= 0, other=0)
+    last = tl.load(run_ptr + 1, mask=slot >= 0, other=1)
     position = tl.load(run_ptr + 3, mask=slot >= 0, other=0)
-    known = tl.load(run_ptr + 4, mask=slot >= 0, other=1)
     begin = tl.load(blocks_ptr + first * 4, mask=slot >= 0, other=0)
-    end = tl.load(blocks_ptr + known * 4 - 3, mask=slot >= 0, other=0)
+    end = tl.load(blocks_ptr + last * 4 - 3, mask=slot >= 0, other=0)
     return slot, (position + end - begin) % EVERY

@@ -15,7 +15,7 @@ from minisgl_backend.execution.flat_batch import FlatBatch
 from minisgl_backend.execution.states import CapturedRuns, StateStorage
 from minisgl_backend.kernels.delta_runs import Run
 from minisgl_backend.models.spec import DeltaSpec
-from minisgl_backend.plan import NO_SNAPSHOT, Snapshots, StepPlan
+from minisgl_backend.plan import NO_SNAPSHOT, Snapshots
 from tests.unit.execution.test_flat_batch import ints, plan_of
 
 SHAPE = DeltaSpec(
@@ -41,15 +41,15 @@ def storage() -> StateStorage:
     )
 
 
-def test_chunks_are_runs_whose_slots_stop_before_guesses(storage: StateStorage) -> None:
+def test_chunks_are_runs(storage: StateStorage) -> None:
     plan = plan_of([(4, 20, 7, 4), (2, 0, 5, 1), (6, 9, 3, 0), (1, 30, 2, 2)], [(0, 3), (3, 8)])
     snapshots = Snapshots(saved_chunks=ints(0, 1), saved_positions=ints(24, 4), saved=ints(2, 0))
     batch = FlatBatch.of(replace(plan, snapshots=snapshots))
     assert storage.runs_of(batch) == [
-        Run(2, 9, 4, 20, ((6, NUM_ROWS + 3),), 3),
+        Run(2, 9, 4, 20, ((6, NUM_ROWS + 3),)),
         Run(9, 14, 2, 0, ((13, NUM_ROWS + 1),)),
         Run(14, 17, 6, 9),
-        Run(17, 19, 1, 30, (), 1),
+        Run(17, 19, 1, 30),
     ]
 
 
@@ -81,24 +81,18 @@ def test_a_slot_is_copied_in_all_layers(storage: StateStorage) -> None:
         assert not layer.matrices[[0, 1, 2, 4, 6, NUM_ROWS + 1]].any()
 
 
-def checks(num_rows: int, num_known: int, num_guesses: int) -> StepPlan:
-    """Rows that check guesses."""
-    length = num_known + num_guesses
-    return plan_of([(row, 40, length, 1 + num_guesses) for row in range(num_rows)], [])
-
-
-@pytest.mark.parametrize(("most_checks", "fits"), [(0, False), (5, False), (8, True)])
-def test_graphs_have_room_for_guesses(storage: StateStorage, most_checks: int, fits: bool) -> None:
-    """Each chunk with guesses has two blocks."""
+def test_graphs_have_room_for_a_part_of_a_block_of_each_chunk(storage: StateStorage) -> None:
+    """Not for two of all chunks, as where each keeps a snapshot that is not at its end."""
     room = partial(max_chunks, max_rows=NUM_ROWS)
-    captured = CapturedRuns(storage, CpuDevice(), room, 256, most_checks=most_checks)
-    batch = FlatBatch.of(checks(8, 8, 8))
-    assert captured.fits(batch, 128) == fits
-    assert captured.fits(FlatBatch.of(checks(8, 16, 0)), 128)
-    if fits:
-        captured.write(batch, 128)
-        assert captured.view(128).listed() == storage.runs_of(batch)
-        assert captured.view(128).blocks.shape == (2 + 8 + 8, 4)
+    captured = CapturedRuns(storage, CpuDevice(), room, 256, most_checks=0)
+    plan = plan_of([(row, 40, 16, 1) for row in range(8)], [])
+    batch, every = FlatBatch.of(plan), ints(*range(8))
+    assert captured.fits(batch, 128)
+    captured.write(batch, 128)
+    assert captured.view(128).listed() == storage.runs_of(batch)
+    assert captured.view(128).blocks.shape == (2 + 8, 4)
+    snapshots = Snapshots(saved_chunks=every, saved_positions=ints(*range(41, 49)), saved=every)
+    assert not captured.fits(FlatBatch.of(replace(plan, snapshots=snapshots)), 128)
 
 
 def test_steps_of_all_sizes_share_a_buffer(storage: StateStorage) -> None:

@@ -18,9 +18,9 @@ from minisgl_backend.kernels.delta_runs import (
 RUNS = [
     (),
     (Run(0, 1, 3, 0),),
-    (Run(4, 7, 3, 5, (), 2),),
-    (Run(0, 70, 2, 300, ((66, 9),)), Run(70, 71, 1, 0), Run(71, 75, 0, 4, ((72, 5),), 2)),
-    (Run(0, 80, 1, 0, ((16, 4), (21, 5)), 59), Run(80, 150, 2, 9, (), 69)),
+    (Run(4, 7, 3, 5),),
+    (Run(0, 70, 2, 300, ((66, 9),)), Run(70, 71, 1, 0), Run(71, 75, 0, 4, ((72, 5),))),
+    (Run(0, 80, 1, 0, ((16, 4), (21, 5))), Run(80, 150, 2, 9, ((150, 6),))),
 ]
 
 
@@ -43,7 +43,7 @@ def test_blocks_are_full_or_end_where_slots_take_states(runs: tuple[Run, ...]) -
     for run, (first, last, *_) in zip(runs, found.lines.tolist(), strict=True):
         blocks = found.blocks[first:last].tolist()
         assert [blocks[0][0], blocks[-1][1]] == [run.begin, run.end]
-        takes = {run.known_end, run.end, *(index for index, _ in run.kept)}
+        takes = {run.end, *(index for index, _ in run.kept)}
         for (begin, end, *_), (after, *_) in zip(blocks, [*blocks[1:], [run.end]], strict=True):
             assert begin < end == after
             assert end - begin == 64 or end in takes
@@ -51,7 +51,8 @@ def test_blocks_are_full_or_end_where_slots_take_states(runs: tuple[Run, ...]) -
 
 
 def test_slots_take_the_states_of_pieces() -> None:
-    run = Run(10, 30, 3, 50, ((12, 7), (18, 8)), 12)
-    assert list(run.pieces()) == [(10, 12, (7,)), (12, 18, (8, 3)), (18, 30, ())]
-    assert (run.known_end, run.known_end_position) == (18, 58)
+    run = Run(10, 30, 3, 50, ((12, 7), (18, 8)))
+    assert list(run.pieces()) == [(10, 12, (7,)), (12, 18, (8,)), (18, 30, (3,))]
+    assert run.end_position == 70
+    assert list(Run(0, 5, 1, 0, ((5, 2),)).pieces()) == [(0, 5, (2, 1))]
     assert list(Run(0, 5, 1, 0).pieces()) == [(0, 5, (1,))]

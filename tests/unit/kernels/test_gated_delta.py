@@ -13,12 +13,16 @@ from minisgl_backend.kernels.gated_delta import (
     DeltaInputs,
     DeltaStates,
     DeltaWeights,
+    delta_checks,
     delta_rule,
     delta_rule_step,
     delta_runs,
     delta_step,
 )
 from minisgl_backend.kernels.layer_states import PendingUpdates
+from minisgl_backend.kernels.settle import Settling, settle
+from minisgl_backend.plan import WHOLE_EVERY
+from tests.unit.kernels.checks import checks_of, of_layer, unsettled_tokens
 
 HEADS, KEY_HEADS, KEY_DIM, VALUE_DIM = 4, 2, 8, 16
 
@@ -115,20 +119,27 @@ def test_the_convolution_goes_on_where_it_was_cut() -> None:
     assert not states[0].any()
 
 
+def made_weights(draw: torch.Generator, by_dimension: bool) -> DeltaWeights:
+    key_heads, of_decays = (HEADS, (HEADS, KEY_DIM)) if by_dimension else (KEY_HEADS, (HEADS,))
+    conv = torch.randn(2 * key_heads * KEY_DIM + HEADS * VALUE_DIM, 4, generator=draw)
+    rates, biases = (torch.randn(*of, generator=draw) for of in ((HEADS,), of_decays))
+    return DeltaWeights(key_heads, conv, rates, biases, torch.rand(VALUE_DIM, generator=draw), 1e-6)
+
+
+def made_inputs(draw: torch.Generator, num_tokens: int, weights: DeltaWeights) -> DeltaInputs:
+    x = torch.randn(num_tokens, len(weights.conv), generator=draw)
+    z = torch.randn(num_tokens, HEADS, VALUE_DIM, generator=draw)
+    a, b = (torch.randn(num_tokens, *of, generator=draw) for of in (weights.biases.shape, (HEADS,)))
+    return DeltaInputs(x, z, a, b)
+
+
 @pytest.mark.parametrize("by_dimension", [False, True])
 def test_runs_give_what_steps_give(by_dimension: bool) -> None:
-    """Two of three rows continue from a state, one with guesses, which its state does not take in;
-    snapshots are kept within runs and at the end of what is known."""
+    """Rows begin or continue from a state; snapshots are kept within runs and at their ends."""
     draw = torch.Generator().manual_seed(4)
-    key_heads, of_decays = (HEADS, (HEADS, KEY_DIM)) if by_dimension else (KEY_HEADS, (HEADS,))
-    width = 2 * key_heads * KEY_DIM + HEADS * VALUE_DIM
-    x, weight = torch.randn(170, width, generator=draw), torch.randn(width, 4, generator=draw)
-    z = torch.randn(170, HEADS, VALUE_DIM, generator=draw)
-    a, b = (torch.randn(170, *of, generator=draw) for of in (of_decays, (HEADS,)))
-    rates, biases = (torch.randn(*of, generator=draw) for of in ((HEADS,), of_decays))
-    norm = torch.rand(VALUE_DIM, generator=draw)
-    weights = DeltaWeights(key_heads, weight, rates, biases, norm, 1e-6)
-    conv = torch.randn(8, width, 3, generator=draw)
+    weights = made_weights(draw, by_dimension)
+    inputs, key_heads = made_inputs(draw, 170, weights), weights.num_key_heads
+    conv = torch.randn(8, len(weights.conv), 3, generator=draw)
     matrices = torch.randn(8, HEADS, KEY_DIM, VALUE_DIM, generator=draw)
     states, before = (
         DeltaStates(
@@ -142,28 +153,79 @@ def test_runs_give_what_steps_give(by_dimension: bool) -> None:
     runs = (
         Run(0, 2, 3, 7, ((1, 5),)),
         Run(2, 80, 1, 0, ((66, 0), (80, 4))),
-        Run(80, 90, 2, 5, ((83, 6),), 7),
-        Run(90, 170, 7, 9, (), 79),
+        Run(80, 90, 2, 5, ((83, 6),)),
+        Run(90, 170, 7, 9),
     )
-    found = torch.empty_like(z)
-    delta_runs(found, DeltaInputs(x, z, a, b), weights, states, Runs.of(runs, torch.from_numpy))
+    found = torch.empty_like(inputs.z)
+    delta_runs(found, inputs, weights, states, Runs.of(runs, torch.from_numpy))
     before.conv[1], before.matrices[1] = 0.0, 0.0
     for run in runs:
         slot = torch.tensor([run.slot])
-        known = before.conv[run.slot], before.matrices[run.slot]
         for token in range(run.begin, run.end):
-            if token == run.known_end:
-                known = before.conv[run.slot].clone(), before.matrices[run.slot].clone()
             one = slice(token, token + 1)
-            expected = z[one].clone()
-            of_token = DeltaInputs(x[one], z[one], a[one], b[one])
-            delta_step(expected, of_token, weights, before, slot, slot)
+            expected = stepped(inputs, one, weights, before, slot)
             torch.testing.assert_close(found[one], expected, rtol=1e-4, atol=1e-5)
             for end, kept in run.kept:
                 if end == token + 1:
                     for of_slot in (before.conv, before.matrices):
                         of_slot[kept] = of_slot[run.slot]
-        if run.num_guesses:
-            before.conv[run.slot], before.matrices[run.slot] = known
     torch.testing.assert_close(states.conv, before.conv)
     torch.testing.assert_close(states.matrices, before.matrices, rtol=1e-4, atol=1e-5)
+
+
+def stepped(
+    inputs: DeltaInputs,
+    one: slice,
+    weights: DeltaWeights,
+    states: DeltaStates,
+    slot: torch.Tensor,
+) -> torch.Tensor:
+    """What the token ``one`` reads in a step of its own."""
+    out = inputs.z[one].clone()
+    of_token = DeltaInputs(*(of[one] for of in (inputs.channels, inputs.z, inputs.a, inputs.b)))
+    delta_step(out, of_token, weights, states, slot, slot)
+    return out
+
+
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("by_dimension", [False, True])
+def test_checks_give_what_steps_give(by_dimension: bool, state_dtype: torch.dtype) -> None:
+    """Rows beside padding check up to seven guesses, of which any number may be right."""
+    draw, lengths = torch.Generator().manual_seed(5), [5, 1, 0, 8, 2]
+    weights = made_weights(draw, by_dimension)
+    slots, checks = checks_of(lengths, rows=[4, 0, -1, 2, 5], places=[1, 4, -1, 0, 3])
+    inputs, key_heads = made_inputs(draw, len(slots) + 3, weights), weights.num_key_heads
+    conv = torch.randn(6, 1, len(weights.conv), 3, generator=draw)
+    matrices = torch.randn(6, 1, HEADS, KEY_DIM, VALUE_DIM, generator=draw).to(state_dtype)
+    pending = PendingUpdates.none(6, key_heads, HEADS, KEY_DIM, VALUE_DIM)
+    readers = torch.zeros(6, key_heads, dtype=torch.int32)
+    sizes = len(weights.conv), key_heads, HEADS, KEY_DIM, VALUE_DIM
+    of_layers = unsettled_tokens(1, 5, 8, *sizes, num_decays=KEY_DIM if by_dimension else 1)
+    tolerance = 1e-4 if state_dtype == torch.float32 else 2e-2
+    for num_right in range(8):
+        own, own_conv, unsettled = matrices.clone(), conv.clone(), of_layer(of_layers, 0)
+        states = DeltaStates(own_conv[:, 0], own[:, 0], pending, readers, unsettled=unsettled)
+        out = torch.full_like(inputs.z, 7.0)
+        delta_checks(out, inputs, weights, states, slots, checks, torch.full_like(slots, 9))
+        assert torch.equal(own, matrices) and torch.equal(own_conv, conv)
+        assert not out[: len(slots)][slots < 0].any() and (out[len(slots) :] == 7).all()
+        before = DeltaStates(conv.clone()[:, 0], matrices.clone()[:, 0], pending, readers)
+        counted = []
+        for begin, length, place in checks.listed():
+            slot, count = slots[begin : begin + 1], min(length, 1 + num_right)
+            counted.append((int(slot), place, 9, count))
+            for token in range(begin, begin + count):
+                one = slice(token, token + 1)
+                expected = stepped(inputs, one, weights, before, slot)
+                torch.testing.assert_close(out[one], expected, rtol=tolerance, atol=tolerance)
+        every = PendingUpdates(
+            *(of[None] for of in (pending.keys, pending.values, pending.decays, pending.begins))
+        )
+        settling = Settling.of(counted, torch.from_numpy)
+        settle(own_conv, own, every, of_layers, settling, keys_are_lines=True)
+        torch.testing.assert_close(own_conv[:, 0], before.conv)
+        torch.testing.assert_close(
+            own[:, 0].float(), before.matrices.float(), rtol=tolerance, atol=tolerance
+        )
+        for row, _, start, count in counted:
+            assert (pending.begins[row] == (start + count) % WHOLE_EVERY).all()

@@ -21,21 +21,16 @@ def layer() -> Lfm2ShortConv:
     return Lfm2ShortConv(config, 0).eval()
 
 
-def mixed(
-    theirs: Lfm2ShortConv, hidden: Tensor, cuts: list[int], *, num_guesses: int = 0
-) -> Tensor:
-    """What our kernels make of one row, in runs that end ``num_guesses`` after ``cuts``, then token
-    by token. The next run computes guesses once more."""
+def mixed(theirs: Lfm2ShortConv, hidden: Tensor, cuts: list[int]) -> Tensor:
+    """What our kernels make of one row, in runs that end at ``cuts``, then token by token."""
     inputs = ShortConvInputs(*theirs.in_proj(hidden).split(CHANNELS, dim=1))
     weights = theirs.conv.weight[:, 0], theirs.conv.bias
     states, out = torch.full((2, CHANNELS, 2), torch.nan), torch.empty(LENGTH, CHANNELS)
     begin = 0
     for end in cuts:
-        last = min(end + num_guesses, LENGTH)
-        part = ShortConvInputs(*(of[begin:last] for of in (inputs.b, inputs.c, inputs.x)))
-        run = Run(0, last - begin, 1, begin, (), last - end)
-        runs = Runs.of([run], torch.from_numpy)
-        short_conv_runs(out[begin:last], part, *weights, states, runs)
+        part = ShortConvInputs(*(of[begin:end] for of in (inputs.b, inputs.c, inputs.x)))
+        runs = Runs.of([Run(0, end - begin, 1, begin)], torch.from_numpy)
+        short_conv_runs(out[begin:end], part, *weights, states, runs)
         begin = end
     for token in range(begin, LENGTH):
         here = slice(token, token + 1)
@@ -52,25 +47,5 @@ def test_the_layer_is_that_of_transformers() -> None:
         hidden = torch.randn(LENGTH, CHANNELS)
         wanted = theirs(hidden[None])[0]
         for cuts in ([LENGTH], [70], [1, 2, 65, 66], [1]):
-            for num_guesses in (0, 1, 5):
-                found = mixed(theirs, hidden, cuts, num_guesses=num_guesses)
-                torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
-
-
-def test_guesses_are_read_but_not_taken_in() -> None:
-    """Each has the result of a token that follows, and the state is as if it was not there."""
-    theirs = layer()
-    inputs = ShortConvInputs(*torch.randn(3, 9, CHANNELS))
-    weights = theirs.conv.weight[:, 0].detach(), None
-    before = torch.randn(2, CHANNELS, 2)
-    states, wanted = before.clone(), before.clone()
-    out, expected = torch.empty(2, 9, CHANNELS)
-    whole = Runs.of([Run(0, 9, 0, 4)], torch.from_numpy)
-    short_conv_runs(expected, inputs, *weights, wanted, whole)
-    short_conv_runs(
-        out, inputs, *weights, states, Runs.of([Run(0, 9, 0, 4, (), 8)], torch.from_numpy)
-    )
-    torch.testing.assert_close(out, expected)
-    products = inputs.b * inputs.x
-    torch.testing.assert_close(states[0], torch.stack([before[0, :, 1], products[0]], dim=1))
-    assert torch.equal(states[1], before[1])
+            found = mixed(theirs, hidden, cuts)
+            torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)

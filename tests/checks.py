@@ -1,0 +1,95 @@
+"""Steps that check guesses (``kernels.checks``), as tests of kernels arrange them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from minisgl_backend.kernels.checks import NO_PLACE, Checks
+from minisgl_backend.kernels.layer_states import LayerStates, PendingUpdates, UnsettledTokens
+from minisgl_backend.kernels.settle import Settling, settle
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """``length`` tokens of the row with this slot, the first of which has this position."""
+
+    length: int
+    slot: int = -1
+    place: int = NO_PLACE
+    position: int = 0
+
+    @property
+    def is_padding(self) -> bool:
+        return self.slot < 0
+
+
+def arranged(
+    checks: Sequence[Check], device: torch.device | None = None
+) -> tuple[Tensor, Checks, Tensor]:
+    """Of the tokens of ``checks``, one check after the other: the slots of their rows, int64; what
+    kernels read; and their positions, int32."""
+    tokens = [(check, index) for check in checks for index in range(check.length)]
+    lines = [
+        (NO_PLACE, 0, 0) if check.is_padding else (check.place, index, check.length)
+        for check, index in tokens
+    ]
+    slots = torch.tensor([check.slot for check, _ in tokens], device=device)
+    positions = [check.position + index for check, index in tokens]
+    return (
+        slots,
+        Checks(torch.tensor(lines, dtype=torch.int32, device=device)),
+        torch.tensor(positions, dtype=torch.int32, device=device),
+    )
+
+
+def settling(checks: Sequence[Check], count: int, device: torch.device | None = None) -> Settling:
+    """``count`` tokens of each check count, or all, if it has fewer."""
+    return Settling.of(
+        [
+            (check.slot, check.place, check.position, min(count, check.length))
+            for check in checks
+            if not check.is_padding
+        ],
+        lambda array: torch.from_numpy(array).to(device),
+    )
+
+
+def nothing_kept(
+    states: LayerStates, num_key_heads: int, num_places: int, most_tokens: int
+) -> UnsettledTokens:
+    """Room for checks of a layer with these states, whose updates have the matrices' columns for
+    keys. What was there before must not be read: it is NaN."""
+    num_heads, value_dim, key_dim = states.matrices.shape[1:]
+    shape = num_places, most_tokens
+
+    def room(*of_token: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.full((*shape, *of_token), torch.nan, dtype=dtype, device=states.conv.device)
+
+    return UnsettledTokens(
+        room(states.conv.shape[1], dtype=states.conv.dtype),
+        room(num_key_heads, key_dim),
+        room(num_heads, value_dim),
+        room(num_heads, 1),
+    )
+
+
+def layered(states: LayerStates) -> tuple[Tensor, Tensor, UnsettledTokens]:
+    """What ``settle_reference`` changes and reads, of one layer as if it were all."""
+    kept = states.unsettled
+    assert kept is not None
+    every = UnsettledTokens(
+        *(of[None] for of in (kept.inputs, kept.keys, kept.values, kept.decays))
+    )
+    return states.conv[:, None], states.matrices[:, None], every
+
+
+def settle_layer(states: LayerStates, checks: Settling, *, keys_are_lines: bool) -> None:
+    """``settle`` for the states of one layer."""
+    conv, matrices, kept = layered(states)
+    own = states.pending
+    pending = PendingUpdates(*(of[None] for of in (own.keys, own.values, own.decays, own.begins)))
+    settle(conv, matrices, pending, kept, checks, keys_are_lines=keys_are_lines)

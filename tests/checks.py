@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -25,6 +26,17 @@ class Check:
     @property
     def is_padding(self) -> bool:
         return self.slot < 0
+
+
+CHECKS: Final = (
+    Check(1, slot=3, place=1, position=7),
+    Check(2),
+    Check(8, slot=0, place=4, position=30),
+    Check(2, slot=5, place=0, position=1),
+    Check(5, slot=2, place=3, position=16),
+    Check(1),
+)
+"""Of four rows among 6, at places among 5; some are padding."""
 
 
 def arranged(

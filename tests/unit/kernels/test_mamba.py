@@ -24,7 +24,7 @@ from minisgl_backend.kernels.mamba import (
     scan_step,
 )
 from minisgl_backend.plan import WHOLE_EVERY
-from tests.checks import Check, arranged, nothing_kept, settle_layer, settling
+from tests.checks import CHECKS, arranged, nothing_kept, settle_layer, settling
 
 GROUPS, HEADS, HEAD_DIM, STATE = 2, 4, 12, 16
 INNER, CHANNELS = HEADS * HEAD_DIM, HEADS * HEAD_DIM + 2 * GROUPS * STATE
@@ -175,17 +175,6 @@ def test_runs_give_what_steps_give() -> None:
             before.conv[run.slot], before.matrices[run.slot] = known
     torch.testing.assert_close(states.conv, before.conv)
     torch.testing.assert_close(states.matrices, before.matrices, rtol=1e-4, atol=1e-5)
-
-
-CHECKS = (
-    Check(1, slot=3, place=1, position=7),
-    Check(2),
-    Check(8, slot=0, place=4, position=30),
-    Check(2, slot=5, place=0, position=1),
-    Check(5, slot=2, place=3, position=16),
-    Check(1),
-)
-"""Some are padding."""
 
 
 @pytest.mark.parametrize("normed", [True, False])

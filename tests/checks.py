@@ -11,7 +11,7 @@ from torch import Tensor
 
 from minisgl_backend.kernels.checks import NO_PLACE, Checks
 from minisgl_backend.kernels.layer_states import LayerStates, PendingUpdates, UnsettledTokens
-from minisgl_backend.kernels.settle import Settling, settle
+from minisgl_backend.kernels.settle import Settling
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,19 +89,17 @@ def nothing_kept(
     )
 
 
-def layered(states: LayerStates) -> tuple[Tensor, Tensor, UnsettledTokens]:
-    """What ``settle_reference`` changes and reads, of one layer as if it were all."""
-    kept = states.unsettled
+def layered(
+    states: LayerStates,
+) -> tuple[Tensor, Tensor, PendingUpdates, UnsettledTokens]:
+    """The states of one layer as if it were all (``settle``)."""
+    pending, kept = states.pending, states.unsettled
     assert kept is not None
-    every = UnsettledTokens(
-        *(of[None] for of in (kept.inputs, kept.keys, kept.values, kept.decays))
+    return (
+        states.conv[:, None],
+        states.matrices[:, None],
+        PendingUpdates(
+            pending.keys[None], pending.values[None], pending.decays[None], pending.begins[None]
+        ),
+        UnsettledTokens(kept.inputs[None], kept.keys[None], kept.values[None], kept.decays[None]),
     )
-    return states.conv[:, None], states.matrices[:, None], every
-
-
-def settle_layer(states: LayerStates, checks: Settling, *, keys_are_lines: bool) -> None:
-    """``settle`` for the states of one layer."""
-    conv, matrices, kept = layered(states)
-    own = states.pending
-    pending = PendingUpdates(*(of[None] for of in (own.keys, own.values, own.decays, own.begins)))
-    settle(conv, matrices, pending, kept, checks, keys_are_lines=keys_are_lines)

@@ -18,7 +18,7 @@ from minisgl_backend.kernels.layer_states import LayerStates, PendingUpdates, Un
 from minisgl_backend.kernels.mamba import MambaInputs, MambaWeights
 from minisgl_backend.kernels.settle import Settling, settle, settle_reference
 from minisgl_backend.plan import WHOLE_EVERY
-from tests.checks import Check, arranged, layered, nothing_kept, settle_layer, settling
+from tests.checks import Check, arranged, layered, nothing_kept, settling
 from tests.gpu.compare import TOLERANCE, assert_close, relative_error
 
 TINY = (2, 4, 24, 20)
@@ -275,16 +275,17 @@ def test_mamba_checks(
     state_dtype: torch.dtype,
     whole: bool,
 ) -> None:
-    """Steps leave updates pending; then there is a check, some of whose tokens count, and another
-    step. If not ``whole``, the weights have neither a norm nor the convolution's bias, and the
-    lengths of steps have limits."""
+    """Steps leave updates pending; then each row has a check, some of whose tokens count, and goes
+    on. If not ``whole``, the weights have neither a norm nor the convolution's bias, and the steps
+    dt have limits."""
     weights = made_weights(shape, device, dtype, width=width)
     if not whole:
         weights = replace(weights, conv_bias=None, norm=None, time_steps=(0.25, 0.75))
     states, wanted = made_states(shape, 8, device, dtype, width=width, state_dtype=state_dtype)
     tolerance = 2 * max(TOLERANCE[dtype], TOLERANCE[state_dtype])
     rows = torch.tensor([7, 2, 4, 0], device=device)
-    positions = torch.arange(6, 10, dtype=torch.int32, device=device)  # two begin a new matrix
+    # some write their states on the way
+    positions = torch.arange(6, 10, dtype=torch.int32, device=device)
     for of_pending in (states.pending.keys, states.pending.values, states.pending.decays):
         of_pending.fill_(torch.nan)  # left by other requests
     states.pending.begins[rows] = positions[:, None] % WHOLE_EVERY
@@ -331,7 +332,7 @@ def test_mamba_checks(
         assert relative_error(kept.values[own], expected_kept.values[own]) < TOLERANCE[dtype]
         assert relative_error(kept.decays[own], expected_kept.decays[own]) < 1e-5
     counts = settling(steps_checks, 4, device)
-    settle_layer(states, counts, keys_are_lines=False)
+    settle(*layered(states), counts, keys_are_lines=False)
     settle_reference(*layered(wanted), counts, keys_are_lines=False)
     assert torch.equal(states.conv, wanted.conv)
     for slot in rows.tolist():
@@ -344,8 +345,8 @@ def test_mamba_checks(
 
 
 def test_updates_are_settled_in_all_layers(device: torch.device) -> None:
-    """Of three rows, one has updates pending, one has none, and one has no check. Some columns are
-    left for a second program."""
+    """One row has updates pending, one has none, and others have no check. Some columns are left
+    for a second program."""
     layers, slots, rows, groups, heads, values, keys, channels, width = 3, 5, 4, 2, 4, 12, 40, 9, 4
     draw = torch.Generator().manual_seed(3)
 
@@ -370,6 +371,7 @@ def test_updates_are_settled_in_all_layers(device: torch.device) -> None:
         -drawn(layers, 3, 8, heads, 1).abs().cumsum(2),
     )
     wanted_conv, wanted = conv.clone(), matrices.clone()
+    wanted_pending = replace(pending, begins=pending.begins.clone())
     decays = pending.decays[:, 2]
     wanted[2] *= decays[..., 4, None, None].exp()
     for place in range(1, 5):
@@ -379,10 +381,11 @@ def test_updates_are_settled_in_all_layers(device: torch.device) -> None:
     checks = Settling.of(
         [(2, 1, 13, 8), (0, 2, 22, 2)], lambda array: torch.from_numpy(array).to(device)
     )
-    settle_reference(wanted_conv, wanted, kept, checks, keys_are_lines=False)
+    settle_reference(wanted_conv, wanted, wanted_pending, kept, checks, keys_are_lines=False)
     settle(conv, matrices, pending, kept, checks, keys_are_lines=False)
     assert torch.equal(conv, wanted_conv)
     assert relative_error(matrices, wanted) < 1e-5
+    assert torch.equal(pending.begins, wanted_pending.begins)
     assert pending.begins[:, :, 0].tolist() == [[0, 6, 5, 6]] * layers
 
 

@@ -14,8 +14,9 @@ from minisgl_backend.kernels import short_conv
 from minisgl_backend.kernels.delta_runs import Run, Runs, num_blocks, runs_table
 from minisgl_backend.kernels.dispatch import is_interpreted
 from minisgl_backend.kernels.layer_states import LayerStates, PendingUpdates
+from minisgl_backend.kernels.settle import settle
 from minisgl_backend.kernels.short_conv import ShortConvInputs
-from tests.checks import CHECKS, arranged, nothing_kept, settle_layer, settling
+from tests.checks import CHECKS, arranged, layered, nothing_kept, settling
 from tests.gpu.compare import TOLERANCE, relative_error
 from tests.gpu.test_kernels_mamba import RUNS
 
@@ -128,5 +129,5 @@ def test_short_conv_checks(
             wanted[own] = kept
     assert relative_error(out, expected) < 2 * TOLERANCE[dtype]
     assert not out[: len(slots)][slots < 0].any() and (out[len(slots) :] == 7).all()
-    settle_layer(states, settling(CHECKS, 4, device), keys_are_lines=True)
+    settle(*layered(states), settling(CHECKS, 4, device), keys_are_lines=True)
     assert torch.equal(conv, wanted)

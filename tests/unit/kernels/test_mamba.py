@@ -23,8 +23,9 @@ from minisgl_backend.kernels.mamba import (
     scan,
     scan_step,
 )
+from minisgl_backend.kernels.settle import settle
 from minisgl_backend.plan import WHOLE_EVERY
-from tests.checks import CHECKS, arranged, nothing_kept, settle_layer, settling
+from tests.checks import CHECKS, arranged, layered, nothing_kept, settling
 
 GROUPS, HEADS, HEAD_DIM, STATE = 2, 4, 12, 16
 INNER, CHANNELS = HEADS * HEAD_DIM, HEADS * HEAD_DIM + 2 * GROUPS * STATE
@@ -212,7 +213,7 @@ def test_checks_give_what_steps_give(normed: bool, state_dtype: torch.dtype) -> 
     for count in range(1, 9):
         settled = made_states(conv.clone(), matrices.clone())
         settled = replace(settled, unsettled=states.unsettled)
-        settle_layer(settled, settling(CHECKS, count), keys_are_lines=False)
+        settle(*layered(settled), settling(CHECKS, count), keys_are_lines=False)
         for check in CHECKS:
             if not check.is_padding:
                 right = after[check.slot, min(count, check.length)]

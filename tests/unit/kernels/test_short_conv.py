@@ -12,13 +12,14 @@ from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
 
 from minisgl_backend.kernels.delta_runs import Run, Runs
 from minisgl_backend.kernels.layer_states import LayerStates, PendingUpdates
+from minisgl_backend.kernels.settle import settle
 from minisgl_backend.kernels.short_conv import (
     ShortConvInputs,
     short_conv_checks,
     short_conv_runs,
     short_conv_step,
 )
-from tests.checks import CHECKS, arranged, nothing_kept, settle_layer, settling
+from tests.checks import CHECKS, arranged, layered, nothing_kept, settling
 
 CHANNELS, LENGTH = 24, 90
 
@@ -112,7 +113,7 @@ def test_checks_give_what_steps_give(width: int) -> None:
     torch.testing.assert_close(found, expected)
     for count in range(1, 9):
         settled = replace(states, conv=conv.clone())
-        settle_layer(settled, settling(CHECKS, count), keys_are_lines=True)
+        settle(*layered(settled), settling(CHECKS, count), keys_are_lines=True)
         for check in CHECKS:
             if not check.is_padding:
                 right = after[check.slot, min(count, check.length)]

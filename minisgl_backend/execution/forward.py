@@ -90,11 +90,11 @@ class ForwardPass:
         recurrent = None
         if self._states is not None:
             runs = Runs.of(self._states.runs_of(batch), upload) if chunks is not None else None
-            slots, checks = token_rows[:num_decodes].long(), None
+            decode_slots, checks = token_rows[:num_decodes].long(), None
             if len(lengths := batch.check_lengths):
                 lines = self._states.begin_checks(batch.rows, batch.positions, lengths)
                 checks = Checks(upload(lines))
-            recurrent = RecurrentRows(slots, runs, checks)
+            recurrent = RecurrentRows(decode_slots, runs, checks)
         adapters, adapted = self._adapters, None
         if adapters is not None and adapters.have_any(batch.rows):
             adapted = adapters.of_tokens(batch.rows)

@@ -138,12 +138,15 @@ def _settle_inputs(
     mask = c < CHANNELS
     at = states_ptr + row * slot_stride + (layer * CHANNELS + c) * (WIDTH - 1)
     from_ptr = inputs_ptr + (layer * num_places + place) * most_tokens * CHANNELS + c
+    last = ()
     for tap in tl.static_range(WIDTH - 1):
         index = count - (WIDTH - 1) + tap
         x = tl.load(from_ptr + index * CHANNELS, mask=mask & (index >= 0), other=0.0)
-        # a later input, which the same thread has not overwritten yet
         old = tl.load(at + tap + count, mask=mask & (index < 0), other=0.0)
-        tl.store(at + tap, tl.where(index >= 0, x, old), mask=mask)
+        last += (tl.where(index >= 0, x, old),)  # type: ignore[assignment]  # as in ``conv_step``
+    tl.debug_barrier()  # a thread may replace what another one has read
+    for tap in tl.static_range(WIDTH - 1):
+        tl.store(at + tap, last[tap], mask=mask)
 
 
 def launch_settle(

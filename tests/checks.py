@@ -9,7 +9,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from minisgl_backend.kernels.checks import NO_PLACE, Checks
+from minisgl_backend.kernels.checks import NO_PLACE, CheckedTokens
 from minisgl_backend.kernels.layer_states import LayerStates, PendingUpdates, UnsettledTokens
 from minisgl_backend.kernels.settle import Settling
 
@@ -41,7 +41,7 @@ CHECKS: Final = (
 
 def arranged(
     checks: Sequence[Check], device: torch.device | None = None
-) -> tuple[Tensor, Checks, Tensor]:
+) -> tuple[Tensor, CheckedTokens, Tensor]:
     """Of the tokens of ``checks``, one check after the other: the slots of their rows, int64; what
     kernels read; and their positions, int32."""
     tokens = [(check, index) for check in checks for index in range(check.length)]
@@ -53,7 +53,7 @@ def arranged(
     positions = [check.position + index for check, index in tokens]
     return (
         slots,
-        Checks(torch.tensor(lines, dtype=torch.int32, device=device)),
+        CheckedTokens(torch.tensor(lines, dtype=torch.int32, device=device)),
         torch.tensor(positions, dtype=torch.int32, device=device),
     )
 

@@ -21,7 +21,7 @@ from minisgl_backend.execution.flat_batch import FlatBatch
 from minisgl_backend.execution.rows import DeviceRows
 from minisgl_backend.execution.states import StateStorage
 from minisgl_backend.kernels.adapters import AdaptedTokens
-from minisgl_backend.kernels.checks import Checks
+from minisgl_backend.kernels.checks import CheckedTokens
 from minisgl_backend.kernels.delta_runs import Runs
 from minisgl_backend.kernels.rows import DecodeInputs
 from minisgl_backend.models.decoder import Decoder
@@ -93,7 +93,7 @@ class ForwardPass:
             decode_slots, checks = token_rows[:num_decodes].long(), None
             if len(lengths := batch.check_lengths):
                 lines = self._states.begin_checks(batch.rows, batch.positions, lengths)
-                checks = Checks(upload(lines))
+                checks = CheckedTokens(upload(lines))
             recurrent = RecurrentRows(decode_slots, runs, checks)
         adapters, adapted = self._adapters, None
         if adapters is not None and adapters.have_any(batch.rows):
@@ -157,7 +157,7 @@ class ForwardPass:
         *,
         grouped: bool = False,
         adapted: AdaptedTokens | None = None,
-        checks: Checks | None = None,
+        checks: CheckedTokens | None = None,
     ) -> Tensor:
         """The residual stream of decoding rows, [batch_size, hidden_size]; ``adapted``: the rows by
         adapter, if any uses one; ``checks``: theirs, if they have guesses and the model has

@@ -27,7 +27,7 @@ from minisgl_backend.execution.sampling import Sampler, StepLogits, StepOutput
 from minisgl_backend.execution.states import StateStorage
 from minisgl_backend.execution.storage import KVStorage
 from minisgl_backend.kernels.adapters import AdaptedTokens
-from minisgl_backend.kernels.checks import Checks
+from minisgl_backend.kernels.checks import CheckedTokens
 from minisgl_backend.kernels.rows import StepInputs, begin_decode
 from minisgl_backend.kernels.sampling_table import Samples
 from minisgl_backend.models.decoder import Decoder
@@ -128,7 +128,7 @@ class Stages:
         *,
         grouped: bool,
         adapted: AdaptedTokens | None = None,
-        checks: Checks | None = None,
+        checks: CheckedTokens | None = None,
     ) -> StepLogits:
         """The logits of a decode step, to be captured, for the first ``batch_size`` rows of
         ``inputs``."""

@@ -25,7 +25,7 @@ from torch import Tensor
 from minisgl_backend.device.base import Device, HostArray
 from minisgl_backend.execution.flat_batch import FlatBatch
 from minisgl_backend.execution.unsettled import UnsettledRows
-from minisgl_backend.kernels.checks import CHECK_COLUMNS, NO_PLACE, Checks
+from minisgl_backend.kernels.checks import CHECK_COLUMNS, NO_PLACE, CheckedTokens
 from minisgl_backend.kernels.delta_runs import (
     BLOCK,
     Run,
@@ -105,9 +105,9 @@ class StateStorage:
     def begin_checks(
         self, rows: IntArray | HostArray, positions: IntArray | HostArray, lengths: IntArray
     ) -> IntArray:
-        """The lines of ``Checks`` of the decoding rows of a step that checks guesses, which leaves
-        these rows unsettled. ``rows`` and ``positions`` are those of the step's tokens, and
-        ``lengths`` are ``FlatBatch.check_lengths``."""
+        """The lines of ``CheckedTokens`` for a step that checks guesses, which leaves its decoding
+        rows unsettled. ``rows`` and ``positions`` are those of the step's tokens, and ``lengths``
+        are ``FlatBatch.check_lengths``."""
         firsts = np.cumsum(lengths) - lengths
         return self._unsettled_rows.begin(rows[firsts], positions[firsts], lengths)
 
@@ -209,9 +209,9 @@ class CapturedChecks:
         size = (most_tokens, CHECK_COLUMNS)
         self._lines = torch.empty(size, dtype=torch.int32, device=device.torch_device)
 
-    def view(self, size: int) -> Checks:
+    def view(self, size: int) -> CheckedTokens:
         """The checks of a step of ``size`` tokens."""
-        return Checks(self._lines[:size])
+        return CheckedTokens(self._lines[:size])
 
     def write(self, rows: IntArray, positions: IntArray, lengths: IntArray, size: int) -> None:
         """Begin the checks of a step: see ``StateStorage.begin_checks``; none for padding."""

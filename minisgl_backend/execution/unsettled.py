@@ -42,7 +42,7 @@ class UnsettledRows:
         self, rows: IntArray | HostArray, starts: IntArray | HostArray, lengths: IntArray
     ) -> IntArray:
         """Give places to the checks of different ``rows``, [num_checks] each. Returns the
-        lines of ``Checks``, int32 [sum of lengths, CHECK_COLUMNS]."""
+        lines of ``CheckedTokens``, int32 [sum of lengths, CHECK_COLUMNS]."""
         columns, places = (rows.tolist(), starts.tolist(), lengths.tolist()), []
         for row, start, length in zip(*columns, strict=True):
             if row == self._dummy_row:

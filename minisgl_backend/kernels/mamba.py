@@ -36,7 +36,7 @@ from minisgl_backend.kernels.causal_conv import (
     causal_conv_runs_reference,
     causal_conv_step_reference,
 )
-from minisgl_backend.kernels.checks import Checks
+from minisgl_backend.kernels.checks import CheckedTokens
 from minisgl_backend.kernels.delta_runs import BLOCK, Runs
 from minisgl_backend.kernels.dispatch import use_triton
 from minisgl_backend.kernels.layer_states import LayerStates, rows_of, stored
@@ -157,7 +157,7 @@ def mamba_checks(
     weights: MambaWeights,
     states: LayerStates,
     slots: Tensor,
-    checks: Checks,
+    checks: CheckedTokens,
     positions: Tensor,
 ) -> None:
     """The same for the tokens of ``checks``, the first ones, which leave states as they are. What
@@ -232,7 +232,7 @@ def mamba_checks_reference(
     weights: MambaWeights,
     states: LayerStates,
     slots: Tensor,
-    checks: Checks,
+    checks: CheckedTokens,
 ) -> None:
     """The twin of ``mamba_checks``, where no updates are pending."""
     unsettled, channels = states.unsettled, inputs.channels

@@ -180,8 +180,7 @@ def settle_both(
     pending."""
     settling = Settling.of(counted, lambda array: torch.from_numpy(array).to(states.conv.device))
     settle(*as_one_layer(states), settling, keys_are_lines=True)
-    conv, matrices, _, unsettled = as_one_layer(wanted)
-    settle_reference(conv, matrices, unsettled, settling, keys_are_lines=True)
+    settle_reference(*as_one_layer(wanted), settling, keys_are_lines=True)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -89,7 +91,10 @@ def test_settle(
         ).to(state_dtype)
     settling = Settling.of(CHECKS, lambda array: torch.from_numpy(array).to(device))
     begun, wanted_conv = matrices.clone(), conv.clone()
-    settle_reference(wanted_conv, whole, unsettled, settling, keys_are_lines=keys_are_lines)
+    settled = replace(pending, begins=pending.begins.clone())
+    settle_reference(
+        wanted_conv, whole, settled, unsettled, settling, keys_are_lines=keys_are_lines
+    )
     settle(conv, matrices, pending, unsettled, settling, keys_are_lines=keys_are_lines)
     assert torch.equal(conv, wanted_conv)
     for row, _, start, count in CHECKS:

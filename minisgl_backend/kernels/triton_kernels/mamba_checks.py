@@ -188,7 +188,7 @@ def launch_mamba_checks(
     ``MambaInputs``; ``conv``: the convolution's weight and bias; ``weights``: the decay's log
     rates, the biases of steps, d, and the norm's weight; ``states``: the first fields of a
     ``LayerStates``; ``pending`` and ``unsettled``: the fields of its ``PendingUpdates`` and
-    ``UnsettledTokens``; ``checks``: the lines of ``Checks``."""
+    ``UnsettledTokens``; ``checks``: the lines of ``CheckedTokens``."""
     (z, channels, steps), (inputs_before, matrices) = inputs, states
     (*of_heads, norm), (kept_inputs, *kept) = weights, unsettled
     num_tokens, (num_heads, head_dim, state_size) = len(slots), matrices.shape[1:]

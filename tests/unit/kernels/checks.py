@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from minisgl_backend.kernels.checks import CHECK_COLUMNS, NO_PLACE, Checks
+from minisgl_backend.kernels.checks import CHECK_COLUMNS, NO_PLACE, CheckedTokens
 from minisgl_backend.kernels.layer_states import PendingUpdates, UnsettledTokens
 
 
 def checks_of(
     lengths: list[int], rows: list[int], places: list[int], device: torch.device | None = None
-) -> tuple[Tensor, Checks]:
+) -> tuple[Tensor, CheckedTokens]:
     """The slots of the tokens, and the checks of ``rows`` at ``places``. A length of 0 is a token
     of padding."""
     slots, lines = [], []
@@ -21,7 +21,7 @@ def checks_of(
         lines += [] if length else [[NO_PLACE] + [0] * (CHECK_COLUMNS - 1)]
     return (
         torch.tensor(slots, device=device),
-        Checks(torch.tensor(lines, dtype=torch.int32, device=device)),
+        CheckedTokens(torch.tensor(lines, dtype=torch.int32, device=device)),
     )
 
 

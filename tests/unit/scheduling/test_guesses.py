@@ -31,6 +31,7 @@ from minisgl_backend.scheduling.scheduler import Scheduler
 from minisgl_backend.scheduling.sequence import Sequence
 from tests.unit.scheduling.planner import (
     broken,
+    chunks,
     commit,
     failures,
     make,

@@ -24,7 +24,7 @@ from minisgl_backend.kernels.triton_kernels.gated_delta_blocks import EPS, log_d
 from minisgl_backend.kernels.triton_kernels.pending_updates import with_pending
 from minisgl_backend.plan import WHOLE_EVERY
 
-PART: Final = 16
+PART: Final = 32
 """Columns of a state that a program holds."""
 
 _LINES: Final = 4

@@ -147,7 +147,7 @@ class EngineOptions:
         maximum=64,
     )
     speculative_max_requests: int = option(
-        8, "nothing is guessed while more requests than this decode", minimum=1, maximum=4096
+        8, "nothing is guessed while more requests than this run", minimum=1, maximum=4096
     )
     speculative_recent_tokens: int = option(
         65536,

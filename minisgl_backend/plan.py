@@ -10,7 +10,7 @@ tensor-parallel ranks get the very same plan, encoded as 32-bit words.
 
 Invariants: a step computes at least one token; row and page numbers are those of the planner's
 tables; grants are written to the page table before the step computes anything; in a step a row
-decodes or has one chunk, never both; rows of a group have the same pages there, full of committed
+decodes, has one check, or one chunk; rows of a group have the same pages there, full of committed
 positions.
 """
 
@@ -28,7 +28,6 @@ from minisgl_backend.request import (
     EMPTY,
     FloatArray,
     IntArray,
-    Mask,
     PromptLogprobs,
     RequestId,
     SamplingParams,
@@ -137,21 +136,17 @@ class Copies:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptChunks:
-    """Tokens to compute that are in the plan, int32[num_chunks]: positions start .. start + length
-    - 1 of a row.
+    """Chunks of prompts to compute, int32[num_chunks]: positions start .. start + length - 1 of a
+    row.
 
-    ``tokens`` [sum of lengths] holds their tokens, chunk after chunk. ``num_sampled`` is the number
-    of the chunk's last positions after which a token is sampled: 0 for a part of a prompt, 1 for a
-    chunk that ends with the row's last known token. Guesses at the tokens after that one may follow
-    (``scheduling.guesses``). Then a token is sampled after it and after each guess; those up to the
-    first that is not what was guessed count, and the row goes on from the last of these. Recurrent
-    states of the row do not take in guesses.
+    ``tokens`` [sum of lengths] holds their tokens, chunk after chunk. ``are_last`` is 1 for a chunk
+    that ends with the row's last known token, after which one is sampled, and 0 for the others.
     """
 
     rows: IntArray = field(default_factory=_none)
     starts: IntArray = field(default_factory=_none)
     lengths: IntArray = field(default_factory=_none)
-    num_sampled: IntArray = field(default_factory=_none)
+    are_last: IntArray = field(default_factory=_none)
     tokens: IntArray = field(default_factory=_none)
 
     @property
@@ -160,31 +155,48 @@ class PromptChunks:
         return self.starts + self.lengths
 
     @property
-    def known_ends(self) -> IntArray:
-        """The positions after each chunk's last token that is not a guess."""
-        return np.asarray(self.ends - np.maximum(self.num_sampled - 1, 0), np.int32)
+    def sampled(self) -> IntArray:
+        """The indices of the chunks after which a token is sampled."""
+        return np.flatnonzero(self.are_last).astype(np.int32)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Checks:
+    """Rows that decode with guesses at their next tokens (``scheduling.guesses``),
+    int32[num_checks]: positions start .. start + length - 1 of a row.
+
+    ``tokens`` [sum of lengths] holds their tokens, check after check: the row's last token, and
+    then the guesses. A token is sampled after each of them; those up to the first that is not what
+    was guessed count, and the row goes on from the last of these.
+
+    A recurrent state cannot go back to before a wrong guess. So a step with guesses leaves the
+    states of all rows that decode in it as they are, those in ``Decodes`` too, and keeps the
+    updates of their tokens beside them. In the next plan with the row, its first position tells how
+    many of these count. They are added to its states before anything else, and the others are
+    dropped: the states are *settled*. A row that is released, or taken anew, has no updates left.
+    """
+
+    rows: IntArray = field(default_factory=_none)
+    starts: IntArray = field(default_factory=_none)
+    lengths: IntArray = field(default_factory=_none)
+    tokens: IntArray = field(default_factory=_none)
 
     @property
-    def sample_positions(self) -> IntArray:
-        """The positions of the sampled tokens, chunk after chunk, int32[sum of num_sampled]."""
-        counts = self.num_sampled
-        begins = np.repeat(self.ends + 1 - np.cumsum(counts), counts)
+    def token_rows(self) -> IntArray:
+        """The row of each token, int32[sum of lengths]."""
+        return np.repeat(self.rows, self.lengths)
+
+    @property
+    def positions(self) -> IntArray:
+        """The position of each token, int32[sum of lengths]."""
+        begins = np.repeat(self.starts + self.lengths - np.cumsum(self.lengths), self.lengths)
         return np.asarray(begins + np.arange(len(begins)), np.int32)
 
     def guesses(self) -> dict[int, IntArray]:
-        """The guesses at the next tokens of each row that has some, int32[n]."""
-        ends = np.cumsum(self.lengths)
-        return {
-            int(self.rows[chunk]): self.tokens[
-                ends[chunk] - self.num_sampled[chunk] + 1 : ends[chunk]
-            ]
-            for chunk in np.flatnonzero(self.have_guesses)
-        }
-
-    @property
-    def have_guesses(self) -> Mask:
-        """Which chunks end with guesses, bool[num_chunks]."""
-        return np.asarray(self.num_sampled > 1)
+        """The guesses of each row, int32[n]."""
+        ends = np.cumsum(self.lengths).tolist()
+        lines = zip(self.rows.tolist(), self.lengths.tolist(), ends, strict=True)
+        return {row: self.tokens[end - length + 1 : end] for row, length, end in lines}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -241,10 +253,10 @@ class Snapshots:
     position 0.
     ``saved_chunks`` [num_saved]: indices of the chunks in which the states after the row's first
     ``saved_positions`` tokens are kept as ``saved``. Ascending by chunk and position.
-    ``kept_rows`` [num_kept]: before the step computes anything, the states of these rows, which
-    decode or go on in a chunk, are copied to ``kept``: their states after all tokens before the
-    positions in ``Decodes`` or ``PromptChunks``, which are multiples of ``WHOLE_EVERY``. No
-    snapshot is in both ``kept`` and ``begun_from``.
+    ``kept_rows`` [num_kept]: once settled, and before the step computes anything, the states of
+    these rows, which decode, with guesses or without, are copied to ``kept``: their states after
+    all tokens before the positions in ``Decodes`` or ``Checks``, which are multiples of
+    ``WHOLE_EVERY``. No snapshot is in both ``kept`` and ``begun_from``.
     """
 
     begun_from: IntArray = field(default_factory=_none)
@@ -278,8 +290,8 @@ class AdapterMoves:
 class StepPlan:
     """One forward pass. The executor carries out its parts in the order of the fields.
 
-    ``released_rows``: rows that no request holds anymore. ``ModelExecutor`` ignores them, since an
-    admission overwrites everything about a row; wrappers that keep state by row need them.
+    ``released_rows``: rows that no request holds anymore. An admission overwrites everything about
+    a row but what its last step with guesses has kept for recurrent states.
     ``broken_pages``: pages that no request uses and that may hold NaN. The executor clears them
     before anything else, since this very plan may grant them. All other pages hold finite numbers,
     or NaN that was computed by the requests that use them.
@@ -304,6 +316,7 @@ class StepPlan:
     grants: Grants = field(default_factory=Grants)
     window_grants: Grants = field(default_factory=Grants)
     snapshots: Snapshots = field(default_factory=Snapshots)
+    checks: Checks = field(default_factory=Checks)
     chunks: PromptChunks = field(default_factory=PromptChunks)
     decodes: Decodes = field(default_factory=Decodes)
     groups: Groups = NO_GROUPS
@@ -313,15 +326,16 @@ class StepPlan:
 
     @property
     def sample_rows(self) -> IntArray:
-        """The rows for which a token is sampled, in the order of ``SampledTokens``; with guesses, a
-        row occurs once for each of its tokens."""
-        of_chunks = np.repeat(self.chunks.rows, self.chunks.num_sampled)
-        return np.concatenate([of_chunks, self.decodes.rows])
+        """The rows for which a token is sampled, in the order of ``SampledTokens``; a row with
+        guesses occurs once for each of its tokens."""
+        of_chunks = self.chunks.rows[self.chunks.sampled]
+        return np.concatenate([self.checks.token_rows, of_chunks, self.decodes.rows])
 
     @property
     def sample_positions(self) -> IntArray:
         """The positions of these tokens."""
-        return np.concatenate([self.chunks.sample_positions, self.decodes.positions + 1])
+        of_chunks = self.chunks.ends[self.chunks.sampled]
+        return np.concatenate([self.checks.positions + 1, of_chunks, self.decodes.positions + 1])
 
     @property
     def groups_by_index(self) -> Groups:
@@ -336,7 +350,7 @@ class StepPlan:
     @property
     def num_tokens(self) -> int:
         """Number of token positions that this step computes."""
-        return len(self.chunks.tokens) + len(self.decodes.rows)
+        return len(self.checks.tokens) + len(self.chunks.tokens) + len(self.decodes.rows)
 
 
 _ARRAYS: Final = ("released_rows", "broken_pages", "broken_window_pages")
@@ -346,6 +360,7 @@ _PARTS: Final[Mapping[str, type[Any]]] = {
     "grants": Grants,
     "window_grants": Grants,
     "snapshots": Snapshots,
+    "checks": Checks,
     "chunks": PromptChunks,
     "decodes": Decodes,
     "groups": Groups,

@@ -12,7 +12,12 @@ import torch
 
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.execution.states import StateStorage, bytes_per_slot, pending_bytes
+from minisgl_backend.execution.states import (
+    StateStorage,
+    bytes_per_slot,
+    pending_bytes,
+    unsettled_bytes,
+)
 from minisgl_backend.execution.storage import (
     KVStorage,
     WindowRule,
@@ -60,8 +65,9 @@ def cache_sizes(facts: Resolved, group: Group) -> CacheSizes:
     num_snapshots = None
     if facts.spec.recurrent is not None:
         slot_bytes = _slot_bytes(facts, facts.spec.recurrent)
-        pending = pending_bytes(facts.spec.recurrent.of_rank(facts.place.size))
-        reserved_bytes += rows * (slot_bytes + pending)
+        shape = facts.spec.recurrent.of_rank(facts.place.size)
+        reserved_bytes += rows * (slot_bytes + pending_bytes(shape))
+        reserved_bytes += _num_unsettled(options) * unsettled_bytes(shape, facts.dtype)
         num_snapshots = choose_num_snapshots(
             options, slot_bytes, int(free_bytes * options.memory_ratio) - reserved_bytes, cap_bytes
         )
@@ -104,16 +110,20 @@ def make_states(facts: Resolved, sizes: CacheSizes) -> StateStorage | None:
             dtype=facts.dtype,
             state_dtype=facts.state_dtype,
             device=facts.device.torch_device,
+            num_checks=options.most_checks,
+            most_tokens=1 + options.speculative_tokens,
         )
     except torch.OutOfMemoryError as error:
         rows = options.max_running_requests + 1
         slot_bytes = _slot_bytes(facts, recurrent)
         num_bytes = (rows + num_snapshots) * slot_bytes + rows * pending_bytes(shape)
+        num_bytes += _num_unsettled(options) * unsettled_bytes(shape, facts.dtype)
         raise ConfigError(
             f"recurrent states of {options.max_running_requests} rows and {num_snapshots} "
             f"snapshots would take {num_bytes:,} bytes of "
             f"{facts.device.torch_device}, which has {facts.device.free_memory():,} free: lower "
-            "max_running_requests or state_snapshots, or the bits of state_dtype"
+            "max_running_requests, state_snapshots or speculative_tokens, or the bits of "
+            "state_dtype"
         ) from error
 
 
@@ -157,6 +167,11 @@ def choose_num_snapshots(
     if cap_bytes is not None:
         budget = min(budget, cap_bytes)
     return min(4 * options.max_running_requests, budget // 4 // slot_bytes)
+
+
+def _num_unsettled(options: EngineOptions) -> int:
+    """The most tokens of checks whose states are unsettled."""
+    return options.most_checks * (1 + options.speculative_tokens)
 
 
 def _slot_bytes(facts: Resolved, recurrent: RecurrentSpec) -> int:

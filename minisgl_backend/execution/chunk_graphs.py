@@ -27,7 +27,7 @@ from torch import Tensor
 from minisgl_backend.device.base import Device, HostArray
 from minisgl_backend.execution.capture import Captured, capture
 from minisgl_backend.execution.flat_batch import FlatBatch
-from minisgl_backend.plan import Decodes, Groups
+from minisgl_backend.plan import Groups, StepPlan
 from minisgl_backend.progress import Progress
 from minisgl_backend.request import IntArray
 
@@ -145,7 +145,7 @@ class ChunkGraphs:
                 what,
                 sizes,
                 lambda size: layers(ChunkInputs.of(self._buffer, size, max_rows), grouped),
-                prepare=lambda size: self._write(size, FlatBatch.of_decodes(Decodes())),
+                prepare=lambda size: self._write(size, FlatBatch.of(StepPlan(step=-1))),
                 option="cuda_graph_max_tokens",
                 progress=progress,
             )

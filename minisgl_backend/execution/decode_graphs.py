@@ -6,7 +6,8 @@ rows changed, pages were granted, or tokens come from the host. For steps that w
 are two more graphs of each size, one up to the logits and one for the rest. If the attention
 kernels can read the pages that rows share only once, there is one more graph of each larger size,
 for steps in which that pays (``attention.base.GroupedDecode``); steps that wait for masks do not
-use it.
+use it. If layers have recurrent states, steps that check guesses have graphs of their own, as these
+leave the states as they are (``kernels.checks``).
 
 With several ranks, all steps are in two parts. The second part depends on whether it takes the
 logits of all ranks (``sampling``).
@@ -22,6 +23,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from typing import Any, Final, Protocol, TypeVar
 
@@ -39,6 +41,14 @@ T = TypeVar("T")
 
 _LEAST_GROUPED: Final = 8
 """The fewest rows of a step whose groups are worth a graph."""
+
+
+class StepKind(Enum):
+    """Which graphs a step takes; the values name them."""
+
+    PLAIN = "batch size"
+    GROUPED = "batch size, grouped"
+    CHECKING = "batch size, with guesses"
 
 
 class Sample(Protocol):
@@ -72,7 +82,7 @@ class _Parts:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Kind:
+class _Capturing:
     """Captures steps of one kind on dummy rows, for each of ``sizes``: ``begin`` enqueues a step up
     to its logits, ``sample`` the rest. ``prepare``: see ``capture``."""
 
@@ -129,7 +139,7 @@ class DecodeGraphs:
         self,
         device: Device,
         table: RowTable,
-        forward: Callable[[StepInputs, int, bool], StepLogits],
+        forward: Callable[[StepInputs, int, StepKind], StepLogits],
         sample: Sample,
         sizes: Sequence[int],
         progress: Progress,
@@ -139,12 +149,16 @@ class DecodeGraphs:
         schedule: Callable[[IntArray], None] | None = None,
         take_groups: Callable[[Groups], bool] | None = None,
         take_rows: Callable[[IntArray, int], None] | None = None,
+        take_checks: Callable[[Decodes, IntArray, int], None] | None = None,
+        most_checked: int = 0,
     ):
-        """``forward(inputs, batch_size, grouped)`` enqueues a decode step of the first rows of its
+        """``forward(inputs, batch_size, kind)`` enqueues a decode step of the first rows of its
         inputs up to the logits, and ``sample`` enqueues the rest. ``in_parts``: there are several
         ranks. Before a step is enqueued, ``schedule`` gets the rows' lengths, int32 [batch_size];
         ``take_groups`` gets the step's groups, and returns whether it is to be grouped;
-        ``take_rows`` gets its rows and the batch size."""
+        ``take_rows`` gets its rows and the batch size; and ``take_checks``, which is given if
+        steps with guesses have graphs of their own, gets what decodes, the numbers of tokens of
+        its rows and the batch size. Such steps have at most ``most_checked`` tokens."""
         self._device = device
         self._table = table
         self._sizes = sorted(sizes)
@@ -159,32 +173,36 @@ class DecodeGraphs:
         self._schedule = schedule
         self._take_groups = take_groups or (lambda groups: False)
         self._take_rows = take_rows
+        self._take_checks = take_checks
 
-        def begin(size: int, grouped: bool) -> StepLogits:
-            return forward(self._inputs, size, grouped)
+        def begin(size: int, kind: StepKind) -> StepLogits:
+            return forward(self._inputs, size, kind)
 
-        kinds = {False: ("batch size", self._sizes)}
+        sizes_of = {StepKind.PLAIN: self._sizes}
         if take_groups is not None:
             larger = [size for size in self._sizes if size >= _LEAST_GROUPED]
-            kinds[True] = ("batch size, grouped", larger)
-        self._whole: dict[bool, Captured[StepOutput]] = {}
-        """Graphs of whole steps, by whether they are grouped; none if all steps are in parts."""
-        self._parts: dict[bool, _Parts] = {}
-        """Graphs of steps in two parts, likewise."""
-        for grouped, (what, of_kind) in kinds.items():
-            kind = _Kind(
-                what,
+            sizes_of[StepKind.GROUPED] = larger
+        if take_checks is not None:
+            count = bisect.bisect_left(self._sizes, most_checked) + 1
+            sizes_of[StepKind.CHECKING] = self._sizes[:count]
+        self._whole: dict[StepKind, Captured[StepOutput]] = {}
+        """Graphs of whole steps; none if all steps are in parts."""
+        self._parts: dict[StepKind, _Parts] = {}
+        """Graphs of steps in two parts."""
+        for kind, of_kind in sizes_of.items():
+            capturing = _Capturing(
+                kind.value,
                 of_kind,
-                partial(begin, grouped=grouped),
+                partial(begin, kind=kind),
                 sample,
                 self._prepare_padding,
                 device,
                 progress,
             )
             if not in_parts:
-                self._whole[grouped] = kind.whole_steps()
-            if in_parts or (takes_masks and not grouped):
-                self._parts[grouped] = kind.parts(has_ranks=in_parts)
+                self._whole[kind] = capturing.whole_steps()
+            if in_parts or (takes_masks and kind is not StepKind.GROUPED):
+                self._parts[kind] = capturing.parts(has_ranks=in_parts)
 
     @property
     def captured(self) -> list[Captured[Any]]:
@@ -212,30 +230,45 @@ class DecodeGraphs:
         grants: IntArray,
         groups: Groups = NO_GROUPS,
         *,
+        check_lengths: IntArray = EMPTY,
         all_logits: bool = True,
     ) -> StepOutput:
         """Enqueue a decode step that first writes ``grants``, int32 [3, num_grants]. ``tokens``,
         int32 [num_decodes], are each a token id or ``LAST_TOKEN``; if there are none, all are that.
-        Members of ``groups`` are indices of ``decodes``. ``all_logits``: see ``Sampler.sample``.
+        Members of ``groups`` are indices of ``decodes``. ``check_lengths``: see ``FlatBatch``; only
+        with ``take_checks``. ``all_logits``: see ``Sampler.sample``.
 
         The first elements of the output belong to the rows, the others to padding.
         """
-        size = self._prepare(decodes, tokens, grants)
-        is_grouped = size >= _LEAST_GROUPED and self._take_groups(groups)
+        size = self._prepare(decodes, tokens, grants, check_lengths)
+        kind = StepKind.PLAIN
+        if len(check_lengths):
+            kind = StepKind.CHECKING
+        elif size >= _LEAST_GROUPED and self._take_groups(groups):
+            kind = StepKind.GROUPED
         if not self._whole:
-            return self._parts[is_grouped].replay(size, all_logits=all_logits)()
-        graph = self._whole[is_grouped].graphs[size]
+            return self._parts[kind].replay(size, all_logits=all_logits)()
+        graph = self._whole[kind].graphs[size]
         graph.replay()
         return graph.output
 
     def begin(
-        self, decodes: Decodes, tokens: IntArray, grants: IntArray
+        self,
+        decodes: Decodes,
+        tokens: IntArray,
+        grants: IntArray,
+        *,
+        check_lengths: IntArray = EMPTY,
     ) -> Callable[[], StepOutput]:
         """Enqueue the step up to its logits. Calling the result enqueues the rest, and must be done
         before any other step."""
-        return self._parts[False].replay(self._prepare(decodes, tokens, grants), all_logits=True)
+        size = self._prepare(decodes, tokens, grants, check_lengths)
+        kind = StepKind.CHECKING if len(check_lengths) else StepKind.PLAIN
+        return self._parts[kind].replay(size, all_logits=True)
 
-    def _prepare(self, decodes: Decodes, tokens: IntArray, grants: IntArray) -> int:
+    def _prepare(
+        self, decodes: Decodes, tokens: IntArray, grants: IntArray, check_lengths: IntArray
+    ) -> int:
         """Write the inputs of a step; returns the size of its graph."""
         rows = decodes.rows
         num_rows, num_grants = len(rows), grants.shape[1]
@@ -256,6 +289,8 @@ class DecodeGraphs:
             self._schedule(lengths)
         if self._take_rows is not None:
             self._take_rows(rows, size)
+        if self._take_checks is not None and len(check_lengths):
+            self._take_checks(decodes, check_lengths, size)
         return size
 
     def close(self) -> None:
@@ -270,3 +305,5 @@ class DecodeGraphs:
             self._schedule(np.ones(size, np.int32))
         if self._take_rows is not None:
             self._take_rows(EMPTY, size)
+        if self._take_checks is not None:
+            self._take_checks(Decodes(), EMPTY, size)

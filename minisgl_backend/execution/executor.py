@@ -23,7 +23,7 @@ from minisgl_backend.attention.base import PagedAttention
 from minisgl_backend.device.base import Device, HostArray, Submission
 from minisgl_backend.errors import InvariantError
 from minisgl_backend.execution.adapters import AdapterStore, RowAdapters
-from minisgl_backend.execution.checks import as_decodes
+from minisgl_backend.execution.checks import are_decoded, as_decodes, check_lengths
 from minisgl_backend.execution.embeddings import Embeddings
 from minisgl_backend.execution.flat_batch import FlatBatch
 from minisgl_backend.execution.launched import HostOutput, LaunchedStep, MaskedStep
@@ -36,7 +36,7 @@ from minisgl_backend.execution.storage import KVStorage
 from minisgl_backend.execution.warm_up import WarmUp
 from minisgl_backend.models.adapter_slots import AdapterSlots
 from minisgl_backend.models.decoder import Decoder
-from minisgl_backend.plan import NO_GROUPS, Copies, Decodes, Draws, Groups, Pending, StepPlan
+from minisgl_backend.plan import Copies, Draws, Pending, StepPlan
 from minisgl_backend.progress import Progress, unseen
 from minisgl_backend.request import EMPTY, IntArray
 
@@ -159,18 +159,32 @@ class ModelExecutor:
         self._write(plan, loaded)
         grants = stages.rows.lines_of(plan.grants, plan.window_grants)
         all_logits = stages.sampler.need_all_logits(plan.sample_rows)
-        decodes, tokens, groups = self._decode_step(plan)
+        # each layer with recurrent states treats all decoding rows of a step with guesses alike
+        has_states, most_read_again = self._states is not None, stages.attention.most_read_again
+        decodes_checks = has_states or are_decoded(plan.checks, most_read_again)
+        decodes, tokens, groups = as_decodes(plan, with_checks=decodes_checks)
         graphs = self._graphs_for(decodes.rows).decode
-        if len(decodes.rows) and graphs and graphs.fits(len(decodes.rows)):
+        is_decode = not len(plan.chunks.rows) and (decodes_checks or not len(plan.checks.rows))
+        if is_decode and graphs and graphs.fits(len(decodes.rows)):
             if grants.shape[1] > graphs.max_grants:
                 stages.rows.grant(grants)
                 grants = grants[:, :0]
+            lengths = check_lengths(plan) if has_states else EMPTY
             if len(plan.masked_rows):
-                return partial(self._finish, plan, graphs.begin(decodes, tokens, grants))
-            replay = partial(graphs.replay, decodes, tokens, grants, groups, all_logits=all_logits)
+                finish = graphs.begin(decodes, tokens, grants, check_lengths=lengths)
+                return partial(self._finish, plan, finish)
+            replay = partial(
+                graphs.replay,
+                decodes,
+                tokens,
+                grants,
+                groups,
+                check_lengths=lengths,
+                all_logits=all_logits,
+            )
             return partial(self._finish, plan, replay)
         stages.rows.grant(grants)
-        batch = FlatBatch.of(plan)
+        batch = FlatBatch.of(plan, decodes_checks=has_states)
         hidden = self._layers(batch)
         sample = partial(stages.sample, stages.logits_of(batch, hidden), all_logits=all_logits)
         embedded = stages.embedder.embedded(hidden, batch)
@@ -178,16 +192,6 @@ class ModelExecutor:
             return partial(self._finish, plan, sample, embedded=embedded)
         score = partial(stages.scorer.scored, hidden, plan.scores, plan.chunks, batch.chunk_offsets)
         return partial(self._finish, plan, sample, score, embedded)
-
-    def _decode_step(self, plan: StepPlan) -> tuple[Decodes, IntArray, Groups]:
-        """What the step decodes if it has no chunks, or none but guesses that can be computed as
-        decoding rows; its tokens that come from the host; and its groups. Nothing if it has other
-        chunks."""
-        if not len(plan.chunks.rows):
-            return plan.decodes, EMPTY, plan.groups_by_index
-        if self._states is not None:  # which go from one guess of a row to the next
-            return Decodes(), EMPTY, NO_GROUPS
-        return as_decodes(plan, self.stages.attention.most_read_again)
 
     def _write(self, plan: StepPlan, loaded: list[Tensor]) -> None:
         """Queue everything that a plan does before anything is computed, except grants."""
@@ -201,8 +205,10 @@ class ModelExecutor:
         if len(plan.copies.sources):
             slots = _copied_slots(plan.copies, self._storage.page_size)
             self._storage.copy(*self.device.upload(slots))
-        if self._states is not None and len(plan.snapshots.kept_rows):
-            self._states.keep(plan.snapshots.kept_rows, plan.snapshots.kept)
+        if self._states is not None:
+            self._states.settle(plan, self.device.upload)
+            if len(plan.snapshots.kept_rows):
+                self._states.keep(plan.snapshots.kept_rows, plan.snapshots.kept)
         if plan.admissions:
             self.stages.admit(plan.admissions)
         if self._group.size > 1:
@@ -239,15 +245,18 @@ class ModelExecutor:
         if self._states is not None:
             self._states.restore(batch)
         graphs = self._graphs_for(batch.rows).chunk
-        size = None if graphs is None else graphs.size_for(batch)
-        if graphs is not None and size is not None:
-            return graphs.replay(size, batch)
+        if graphs is not None and not len(batch.check_lengths):
+            size = graphs.size_for(batch)
+            if size is not None:
+                return graphs.replay(size, batch)
         return self.stages.forward.over_batch(batch)
 
     def _compile_and_capture(self, progress: Progress) -> None:
         """Compile the kernels of steps of all kinds, check that the largest step fits, and capture
         graphs; once, on a GPU."""
         stages, warm_up = self.stages, WarmUp(self.stages, self._layers)
+        if self._states is not None:
+            self._states.compile(self.device.upload)
         warm_up.all_kinds()
         if self._adapters is not None:
             self._adapters.with_dummy_adapter(warm_up.all_kinds)

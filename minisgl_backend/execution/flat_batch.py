@@ -5,12 +5,13 @@ All arrays are on the host. Must not know pages: the page table is on the device
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from minisgl_backend.device.base import HostArray
-from minisgl_backend.plan import LAST_TOKEN, NO_GROUPS, Decodes, Groups, Snapshots, StepPlan
+from minisgl_backend.execution.checks import as_decodes, check_lengths
+from minisgl_backend.plan import Checks, Groups, PromptChunks, Snapshots, StepPlan
 from minisgl_backend.request import EMPTY, IntArray
 
 
@@ -18,7 +19,7 @@ from minisgl_backend.request import EMPTY, IntArray
 class FlatBatch:
     """Where each token, chunk and sample of a step is.
 
-        tokens         one of each decoding row | chunk 0         | chunk 1         | ...
+        tokens         those of decoding rows   | chunk 0         | chunk 1         | ...
         flat index     0                        chunk_offsets[0]  chunk_offsets[1]  chunk_offsets[2]
         in its row     position                 ends[0] - length  ends[1] - length
 
@@ -29,8 +30,9 @@ class FlatBatch:
     the number of tokens.
     int64[num_samples]: ``sample_indices``, the flat indices of the tokens after which a token is
     sampled, with their ``sample_rows``; ``sample_positions``, the positions of the new tokens.
-    Here chunks come first, as in ``StepPlan.sample_rows``.
+    They are in the order of ``StepPlan.sample_rows``.
     ``groups``, ``snapshots``: the plan's; members of groups are flat indices.
+    ``check_lengths``: if guesses are decoded, as the function of this name has it; else empty.
     """
 
     rows: HostArray
@@ -42,58 +44,46 @@ class FlatBatch:
     sample_indices: HostArray
     sample_rows: HostArray
     sample_positions: HostArray
-    groups: Groups = NO_GROUPS
-    snapshots: Snapshots = field(default_factory=Snapshots)
+    groups: Groups
+    snapshots: Snapshots
+    check_lengths: IntArray
 
     @classmethod
-    def of(cls, plan: StepPlan) -> FlatBatch:
-        groups, chunks, decodes = plan.groups_by_index, plan.chunks, plan.decodes
-        if not len(chunks.rows):
-            return replace(cls.of_decodes(decodes), groups=groups)
-        lengths = chunks.lengths.astype(np.int64)  # [num_chunks]
-        decoding = np.arange(len(decodes.rows))
-        offsets = len(decoding) + np.concatenate([[0], np.cumsum(lengths)])  # [num_chunks + 1]
-        chunked = np.arange(offsets[0], offsets[-1])  # flat indices, which become positions
-        chunked += np.repeat(chunks.starts - offsets[:-1], lengths)
-        counts = chunks.num_sampled
-        sampled = chunks.sample_positions - 1 + np.repeat(offsets[:-1] - chunks.starts, counts)
+    def of(cls, plan: StepPlan, *, decodes_checks: bool = False) -> FlatBatch:
+        """With ``decodes_checks``, tokens of checks are those of decoding rows, and the first of
+        these. Otherwise checks are chunks, and the last of these."""
+        chunks, checks = plan.chunks, plan.checks
+        decodes, tokens, groups = as_decodes(plan, with_checks=decodes_checks)
+        num_decodes, num_checked = len(decodes.rows), len(checks.tokens)
+        kinds: list[PromptChunks | Checks] = [chunks] if decodes_checks else [chunks, checks]
+        chunk_rows = np.concatenate([kind.rows for kind in kinds])
+        starts = np.concatenate([kind.starts for kind in kinds])
+        lengths = np.concatenate([kind.lengths for kind in kinds], dtype=int)
+        offsets = num_decodes + np.concatenate([[0], np.cumsum(lengths)])  # [num_chunks + 1]
+        end = int(offsets[-1])
+        in_row = np.arange(num_decodes, end) + np.repeat(starts - offsets[:-1], lengths)
+        first, decoding = (0, num_checked) if decodes_checks else (end - num_checked, 0)
+        sample_indices = (
+            np.arange(first, first + num_checked),
+            offsets[1:][chunks.sampled] - 1,
+            np.arange(decoding, num_decodes),
+        )
         return cls(
-            rows=np.concatenate([decodes.rows, np.repeat(chunks.rows, lengths)], dtype=int),
-            positions=np.concatenate([decodes.positions, chunked], dtype=int),
-            tokens=np.concatenate([_tokens(decodes), chunks.tokens]),
-            chunk_rows=chunks.rows,
+            rows=np.concatenate([decodes.rows, np.repeat(chunk_rows, lengths)], dtype=int),
+            positions=np.concatenate([decodes.positions, in_row], dtype=int),
+            tokens=np.concatenate([tokens, *(kind.tokens for kind in kinds)]),
+            chunk_rows=chunk_rows,
             chunk_offsets=offsets.astype(np.int32),
-            chunk_ends=chunks.ends,
-            sample_indices=np.concatenate([sampled, decoding], dtype=int),
+            chunk_ends=(starts + lengths).astype(np.int32),
+            sample_indices=np.concatenate(sample_indices, dtype=int),
             sample_rows=plan.sample_rows.astype(np.int64),
             sample_positions=plan.sample_positions.astype(np.int64),
             groups=groups,
             snapshots=plan.snapshots,
-        )
-
-    @classmethod
-    def of_decodes(cls, decodes: Decodes) -> FlatBatch:
-        """A step with only these decoding rows; there may be none."""
-        rows, positions = decodes.rows.astype(np.int64), decodes.positions.astype(np.int64)
-        offsets, samples = np.array([len(rows)], np.int32), np.arange(len(rows))
-        return cls(
-            rows=rows,
-            positions=positions,
-            tokens=_tokens(decodes),
-            chunk_rows=EMPTY,
-            chunk_offsets=offsets,
-            chunk_ends=EMPTY,
-            sample_indices=samples,
-            sample_rows=rows,
-            sample_positions=positions + 1,
+            check_lengths=check_lengths(plan) if decodes_checks else EMPTY,
         )
 
     @property
     def num_decodes(self) -> int:
-        """Number of decoding rows, whose tokens come first."""
+        """Number of tokens of decoding rows, which come first."""
         return int(self.chunk_offsets[0])
-
-
-def _tokens(decodes: Decodes) -> IntArray:
-    """The tokens of decoding rows, int32[num_decodes]."""
-    return np.full(len(decodes.rows), LAST_TOKEN, np.int32)

@@ -21,6 +21,7 @@ from minisgl_backend.execution.flat_batch import FlatBatch
 from minisgl_backend.execution.rows import DeviceRows
 from minisgl_backend.execution.states import StateStorage
 from minisgl_backend.kernels.adapters import AdaptedTokens
+from minisgl_backend.kernels.checks import CheckedTokens
 from minisgl_backend.kernels.delta_runs import Runs
 from minisgl_backend.kernels.rows import DecodeInputs
 from minisgl_backend.models.decoder import Decoder
@@ -89,7 +90,11 @@ class ForwardPass:
         recurrent = None
         if self._states is not None:
             runs = Runs.of(self._states.runs_of(batch), upload) if chunks is not None else None
-            recurrent = RecurrentRows(token_rows[:num_decodes].long(), runs)
+            decode_slots, checks = token_rows[:num_decodes].long(), None
+            if len(lengths := batch.check_lengths):
+                lines = self._states.begin_checks(batch.rows, batch.positions, lengths)
+                checks = CheckedTokens(upload(lines))
+            recurrent = RecurrentRows(decode_slots, runs, checks)
         adapters, adapted = self._adapters, None
         if adapters is not None and adapters.have_any(batch.rows):
             adapted = adapters.of_tokens(batch.rows)
@@ -147,10 +152,16 @@ class ForwardPass:
         return hidden
 
     def over_decodes(
-        self, inputs: DecodeInputs, *, grouped: bool = False, adapted: AdaptedTokens | None = None
+        self,
+        inputs: DecodeInputs,
+        *,
+        grouped: bool = False,
+        adapted: AdaptedTokens | None = None,
+        checks: CheckedTokens | None = None,
     ) -> Tensor:
         """The residual stream of decoding rows, [batch_size, hidden_size]; ``adapted``: the rows by
-        adapter, if any uses one."""
+        adapter, if any uses one; ``checks``: theirs, if they have guesses and the model has
+        recurrent layers."""
         decodes = DecodeRows(
             rows=inputs.rows,
             lengths=inputs.lengths,
@@ -160,7 +171,9 @@ class ForwardPass:
             pdl=self._model.attention_starts_early(len(inputs.rows)),
         )
         attend = self._attention.plan(decodes, None)
-        recurrent = None if self._states is None else RecurrentRows(inputs.rows.long())
+        recurrent = None
+        if self._states is not None:
+            recurrent = RecurrentRows(inputs.rows.long(), checks=checks)
         hidden: Tensor = self._model(
             inputs.tokens,
             inputs.positions,

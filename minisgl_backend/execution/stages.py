@@ -27,6 +27,7 @@ from minisgl_backend.execution.sampling import Sampler, StepLogits, StepOutput
 from minisgl_backend.execution.states import StateStorage
 from minisgl_backend.execution.storage import KVStorage
 from minisgl_backend.kernels.adapters import AdaptedTokens
+from minisgl_backend.kernels.checks import CheckedTokens
 from minisgl_backend.kernels.rows import StepInputs, begin_decode
 from minisgl_backend.kernels.sampling_table import Samples
 from minisgl_backend.models.decoder import Decoder
@@ -47,7 +48,7 @@ class ExecutorLimits:
     ``scored_at_once`` limits the number of prompt positions whose logits are computed at once. With
     ``takes_masks``, decode steps with masked rows are also captured. With a ``section``, no chunk
     crosses a multiple of it. ``most_guesses`` limits the number of guesses in a step, and
-    ``most_checks`` that of the rows that have some.
+    ``most_checks`` that of the decoding rows of steps that have some.
     """
 
     max_rows: int
@@ -124,14 +125,16 @@ class Stages:
         self,
         inputs: StepInputs,
         batch_size: int,
+        *,
         grouped: bool,
         adapted: AdaptedTokens | None = None,
+        checks: CheckedTokens | None = None,
     ) -> StepLogits:
         """The logits of a decode step, to be captured, for the first ``batch_size`` rows of
         ``inputs``."""
         step = begin_decode(self.rows.table, inputs, batch_size, self.rows.page_size)
         # [batch_size, hidden_size]
-        hidden = self.forward.over_decodes(step, grouped=grouped, adapted=adapted)
+        hidden = self.forward.over_decodes(step, grouped=grouped, adapted=adapted, checks=checks)
         part = self.model.logits_part(hidden, out=self._own_logits[:batch_size])
         return StepLogits(part, Samples(step.rows, step.lengths, step.tokens))
 

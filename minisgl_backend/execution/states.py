@@ -9,20 +9,23 @@ launches. These are the slots:
     [num_rows + 1, num_slots)     snapshots
 
 The updates that states of rows may lack (``PendingUpdates``) are beside them. There are none when a
-row's slot is copied, nor after another is copied to it.
+row's slot is copied, nor after another is copied to it. Steps that check guesses keep what their
+tokens would add to states, until a plan tells which of them count (``unsettled``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from minisgl_backend.device.base import Device
+from minisgl_backend.device.base import Device, HostArray
 from minisgl_backend.execution.flat_batch import FlatBatch
+from minisgl_backend.execution.unsettled import UnsettledRows
+from minisgl_backend.kernels.checks import CHECK_COLUMNS, NO_PLACE, CheckedTokens
 from minisgl_backend.kernels.delta_runs import (
     BLOCK,
     Run,
@@ -32,9 +35,10 @@ from minisgl_backend.kernels.delta_runs import (
     table_size,
 )
 from minisgl_backend.kernels.gated_delta import DeltaStates
-from minisgl_backend.kernels.layer_states import LayerStates, PendingUpdates
+from minisgl_backend.kernels.layer_states import LayerStates, PendingUpdates, UnsettledTokens
+from minisgl_backend.kernels.settle import Settling, settle
 from minisgl_backend.models.spec import DeltaSpec, RecurrentSpec, state_bytes
-from minisgl_backend.plan import NO_SNAPSHOT, WHOLE_EVERY
+from minisgl_backend.plan import NO_SNAPSHOT, WHOLE_EVERY, StepPlan
 from minisgl_backend.request import IntArray
 
 
@@ -50,10 +54,14 @@ class StateStorage:
         dtype: torch.dtype,
         state_dtype: torch.dtype,
         device: torch.device,
+        num_checks: int = 0,
+        most_tokens: int = 0,
     ):
         """``shape`` is this rank's. ``dtype``, that of activations, is used for convolutions,
-        ``state_dtype`` for matrices."""
+        ``state_dtype`` for matrices. ``num_checks`` rows may be unsettled, with up to
+        ``most_tokens`` tokens each."""
         self.num_snapshots = num_snapshots
+        self._shape = shape
         self._first_snapshot = num_rows + 1
         num_slots = num_rows + 1 + num_snapshots
         slots = (num_slots, len(shape.layers))
@@ -67,16 +75,41 @@ class StateStorage:
                 (num_slots, shape.num_key_heads), dtype=torch.int32, device=device
             )
             make = partial(DeltaStates, readers=readers)
-        every = [PendingUpdates.none(num_rows + 1, *shape.updates, device) for _ in shape.layers]
-        self._begins = torch.stack([pending.begins for pending in every])  # [layers, rows, heads]
-        own = [
-            replace(pending, begins=begins)
-            for pending, begins in zip(every, self._begins, strict=True)
-        ]
+        num_layers = len(shape.layers)
+        # with a dimension of layers, as ``settle`` takes them
+        self._pending = _no_updates(shape, num_layers, num_rows + 1, device)
+        self._unsettled = _no_tokens(shape, num_layers, num_checks, most_tokens, dtype, device)
+        self._unsettled_rows = UnsettledRows(num_checks, dummy_row=num_rows)
         self.layers: Sequence[LayerStates] = [
-            make(*states)
-            for states in zip(self._conv.unbind(1), self._matrices.unbind(1), own, strict=True)
+            make(conv, matrices, PendingUpdates(*pending), unsettled=UnsettledTokens(*unsettled))
+            for conv, matrices, pending, unsettled in zip(
+                self._conv.unbind(1),
+                self._matrices.unbind(1),
+                zip(*_tensors(self._pending), strict=True),
+                zip(*_tensors(self._unsettled), strict=True),
+                strict=True,
+            )
         ]
+
+    def settle(self, plan: StepPlan, upload: Callable[[IntArray], Tensor]) -> None:
+        """Settle the states of the rows that compute something in ``plan``. ``upload`` copies an
+        array to the device."""
+        if due := self._unsettled_rows.take_due(plan):
+            self._settle(Settling.of(due, upload))
+
+    def compile(self, upload: Callable[[IntArray], Tensor]) -> None:
+        """Run the kernels of ``settle`` for the dummy row, if any rows may be unsettled."""
+        if self._unsettled.inputs.numel():
+            self._settle(Settling.of([(self._first_snapshot - 1, 0, 0, 1)], upload))
+
+    def begin_checks(
+        self, rows: IntArray | HostArray, positions: IntArray | HostArray, lengths: IntArray
+    ) -> IntArray:
+        """The lines of ``CheckedTokens`` for a step that checks guesses, which leaves its decoding
+        rows unsettled. ``rows`` and ``positions`` are those of the step's tokens, and ``lengths``
+        are ``FlatBatch.check_lengths``."""
+        firsts = np.cumsum(lengths) - lengths
+        return self._unsettled_rows.begin(rows[firsts], positions[firsts], lengths)
 
     def keep(self, rows: IntArray, snapshots: IntArray) -> None:
         """Copy the present states of rows to snapshots; both int32[num_kept]."""
@@ -90,7 +123,7 @@ class StateStorage:
         self._copy(begun_from[resumes] + self._first_snapshot, rows)
         starts = batch.positions[batch.chunk_offsets[:-1][resumes]]
         for row, start in zip(rows.tolist(), starts.tolist(), strict=True):
-            self._begins[:, row] = start % WHOLE_EVERY
+            self._pending.begins[:, row] = start % WHOLE_EVERY
 
     def runs_of(self, batch: FlatBatch) -> list[Run]:
         """The chunks of ``batch``, with the slots of their rows and snapshots."""
@@ -108,6 +141,16 @@ class StateStorage:
             runs.append(Run(begin, end, row, begin - to_index, kept))
         return runs
 
+    def _settle(self, checks: Settling) -> None:
+        settle(
+            self._conv,
+            self._matrices,
+            self._pending,
+            self._unsettled,
+            checks,
+            keys_are_lines=isinstance(self._shape, DeltaSpec),
+        )
+
     def _copy(self, sources: IntArray, targets: IntArray) -> None:
         """Copy slot by slot, all layers at once."""
         for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
@@ -124,16 +167,12 @@ class CapturedRuns:
         device: Device,
         room: Callable[[int], int],
         most_tokens: int,
-        *,
-        most_checks: int,
     ):
         """``room`` gives the number of chunks that a step of a given number of tokens may have;
-        ``most_tokens`` is the size of the largest step. Up to ``most_checks`` rows of a step have
-        guesses."""
+        ``most_tokens`` is the size of the largest step."""
         self._states = states
         self._device = device
         self._room = room
-        self._most_checks = most_checks
         most = table_size(self._most_blocks(most_tokens), room(most_tokens))
         self._buffer = torch.empty(most, dtype=torch.int32, device=device.torch_device)
 
@@ -156,15 +195,92 @@ class CapturedRuns:
         self._device.overwrite(self._buffer[: len(table)], table)
 
     def _most_blocks(self, size: int) -> int:
-        """Enough even if each chunk has a block that is not full, at its end or at a snapshot, and
-        chunks with guesses another, before these."""
-        most_chunks = self._room(size)
-        return -(-size // BLOCK) + most_chunks + min(most_chunks, self._most_checks)
+        """Enough even if each chunk has a block that is not full, at its end or at a snapshot."""
+        return -(-size // BLOCK) + self._room(size)
+
+
+class CapturedChecks:
+    """The checks of captured steps of several sizes, in one buffer, written before each step."""
+
+    def __init__(self, states: StateStorage, device: Device, most_tokens: int):
+        """``most_tokens`` is the size of the largest step."""
+        self._states = states
+        self._device = device
+        size = (most_tokens, CHECK_COLUMNS)
+        self._lines = torch.empty(size, dtype=torch.int32, device=device.torch_device)
+
+    def view(self, size: int) -> CheckedTokens:
+        """The checks of a step of ``size`` tokens."""
+        return CheckedTokens(self._lines[:size])
+
+    def write(self, rows: IntArray, positions: IntArray, lengths: IntArray, size: int) -> None:
+        """Begin the checks of a step: see ``StateStorage.begin_checks``; none for padding."""
+        lines = np.full((size, CHECK_COLUMNS), NO_PLACE, np.int32)
+        if len(rows):
+            lines[: len(rows)] = self._states.begin_checks(rows, positions, lengths)
+        self._device.overwrite(self._lines[:size], lines)
+
+
+def _tensors(
+    of: PendingUpdates | UnsettledTokens,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The fields, in order."""
+    if isinstance(of, PendingUpdates):
+        return of.keys, of.values, of.decays, of.begins
+    return of.inputs, of.keys, of.values, of.decays
+
+
+def _no_updates(
+    shape: RecurrentSpec, num_layers: int, num_rows: int, device: torch.device
+) -> PendingUpdates:
+    """Memory for the updates of rows in all layers; each field begins with a dimension of these."""
+    every = PendingUpdates.none(num_layers * num_rows, *_pending_shape(shape), device)
+    return PendingUpdates(
+        *(each.view(num_layers, num_rows, *each.shape[1:]) for each in _tensors(every))
+    )
+
+
+def _no_tokens(
+    shape: RecurrentSpec,
+    num_layers: int,
+    num_checks: int,
+    most_tokens: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> UnsettledTokens:
+    """Memory for the tokens of checks in all layers, likewise."""
+    num_key_heads, num_heads, key_dim, value_dim = shape.updates
+
+    def zeros(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        size = (num_layers, num_checks, most_tokens, *size)
+        return torch.zeros(size, dtype=dtype, device=device)
+
+    return UnsettledTokens(
+        zeros(shape.num_channels, dtype=dtype),
+        zeros(num_key_heads, key_dim),
+        zeros(num_heads, value_dim),
+        zeros(num_heads, key_dim if shape.by_dimension else 1),
+    )
+
+
+def _pending_shape(shape: RecurrentSpec) -> tuple[int, int, int, int]:
+    """The updates that steps may leave pending: none if each dimension of a key decays by
+    itself."""
+    return (0, 0, 0, 0) if shape.by_dimension else shape.updates
 
 
 def pending_bytes(shape: RecurrentSpec) -> int:
     """The bytes of the updates of one row that may be pending in all layers, on one rank."""
-    return len(shape.layers) * PendingUpdates.num_bytes(*shape.updates)
+    return len(shape.layers) * PendingUpdates.num_bytes(*_pending_shape(shape))
+
+
+def unsettled_bytes(shape: RecurrentSpec, dtype: torch.dtype) -> int:
+    """The bytes of what one token of a check would add to the states of all layers, on one rank.
+    ``dtype`` is as in ``StateStorage``."""
+    num_key_heads, num_heads, key_dim, value_dim = shape.updates
+    decays = num_heads * (key_dim if shape.by_dimension else 1)
+    numbers = num_key_heads * key_dim + num_heads * value_dim + decays
+    return len(shape.layers) * (shape.num_channels * dtype.itemsize + 4 * numbers)
 
 
 def bytes_per_slot(shape: RecurrentSpec, dtype: torch.dtype, state_dtype: torch.dtype) -> int:

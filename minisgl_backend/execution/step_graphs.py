@@ -16,14 +16,15 @@ from torch import Tensor
 from minisgl_backend.attention.base import GroupedDecode, PagedAttention, ScheduledDecode
 from minisgl_backend.execution.adapters import CapturedAdapters
 from minisgl_backend.execution.chunk_graphs import ChunkGraphs, ChunkInputs, max_chunks
-from minisgl_backend.execution.decode_graphs import DecodeGraphs
+from minisgl_backend.execution.decode_graphs import DecodeGraphs, StepKind
 from minisgl_backend.execution.flat_batch import FlatBatch
 from minisgl_backend.execution.sampling import StepLogits
 from minisgl_backend.execution.stages import Stages
-from minisgl_backend.execution.states import CapturedRuns
+from minisgl_backend.execution.states import CapturedChecks, CapturedRuns
 from minisgl_backend.kernels.rows import StepInputs
-from minisgl_backend.plan import Groups
+from minisgl_backend.plan import Decodes, Groups
 from minisgl_backend.progress import Progress
+from minisgl_backend.request import IntArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,24 +78,40 @@ def _captured_adapters(stages: Stages, most_tokens: int) -> CapturedAdapters:
 def _decode_graphs(
     stages: Stages, progress: Progress, adapters: CapturedAdapters | None
 ) -> DecodeGraphs:
-    decode = stages.attention.decode
+    decode, limits, captured = stages.attention.decode, stages.limits, None
+    most_checked = limits.most_checks + limits.most_guesses
+    if stages.states is not None and limits.most_guesses:
+        captured = CapturedChecks(stages.states, stages.device, limits.graph_sizes[-1])
 
-    def forward(inputs: StepInputs, batch_size: int, grouped: bool) -> StepLogits:
-        adapted = None if adapters is None else adapters.view(batch_size)
-        return stages.decoded(inputs, batch_size, grouped, adapted)
+    def forward(inputs: StepInputs, batch_size: int, kind: StepKind) -> StepLogits:
+        return stages.decoded(
+            inputs,
+            batch_size,
+            grouped=kind is StepKind.GROUPED,
+            adapted=None if adapters is None else adapters.view(batch_size),
+            checks=captured.view(batch_size)
+            if captured is not None and kind is StepKind.CHECKING
+            else None,
+        )
+
+    def take_checks(decodes: Decodes, lengths: IntArray, size: int) -> None:
+        assert captured is not None
+        captured.write(decodes.rows, decodes.positions, lengths, size)
 
     return DecodeGraphs(
         stages.device,
         stages.rows.table,
         forward,
         stages.sampler.sample,
-        stages.limits.graph_sizes,
+        limits.graph_sizes,
         progress,
-        takes_masks=stages.limits.takes_masks,
+        takes_masks=limits.takes_masks,
         in_parts=stages.model.group.size > 1,
         schedule=decode.schedule_rows if isinstance(decode, ScheduledDecode) else None,
         take_groups=take_groups_of(stages.attention) if adapters is None else None,
         take_rows=None if adapters is None else adapters.write,
+        take_checks=None if captured is None else take_checks,
+        most_checked=most_checked,
     )
 
 
@@ -104,8 +121,7 @@ def _chunk_graphs(
     sizes, max_rows, runs = stages.limits.chunk_graph_sizes, stages.limits.max_rows, None
     if stages.states is not None:
         room = partial(max_chunks, max_rows=max_rows)
-        most_checks = stages.limits.most_checks
-        runs = CapturedRuns(stages.states, stages.device, room, sizes[-1], most_checks=most_checks)
+        runs = CapturedRuns(stages.states, stages.device, room, sizes[-1])
 
     def layers(inputs: ChunkInputs, grouped: bool) -> Tensor:
         size = len(inputs.tokens)

@@ -5,7 +5,7 @@ Knows the stages of a step. Must not know graphs, although ``layers`` may replay
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -19,6 +19,7 @@ from minisgl_backend.execution.stages import Stages
 from minisgl_backend.limits import Limits
 from minisgl_backend.plan import (
     NO_SNAPSHOT,
+    Checks,
     Decodes,
     Groups,
     PromptChunks,
@@ -48,38 +49,46 @@ class WarmUp:
             self._step([1], num_decodes)  # attention may have a kernel for each
 
     def largest(self, *, grouped: bool = False) -> None:
-        """Run the largest step, in which all rows without a chunk decode, and chunks hold as many
-        guesses as there may be. If ``grouped``, these rows share all pages that a row can have, so
+        """Run the largest step, in which all rows without a chunk decode, and as many guesses are
+        checked as there may be. If ``grouped``, these rows share all pages that a row can have, so
         that reading pages together is surely faster.
         """
-        limits = self._limits
-        num_whole, rest = divmod(limits.max_prefill_tokens, self._longest_chunk)
+        limits, checks = self._limits, self._checks()
+        num_whole, rest = divmod(limits.max_prefill_tokens - sum(checks), self._longest_chunk)
         chunks = [self._longest_chunk] * num_whole + [rest] * (rest > 0)
-        chunks = chunks[: limits.max_rows]
-        num_decodes = limits.max_rows - len(chunks)
-        self._step(chunks, num_decodes, num_guesses=limits.most_guesses, grouped=grouped)
+        chunks = chunks[: max(1, limits.max_rows - len(checks))]
+        num_decodes = max(0, limits.max_rows - len(checks) - len(chunks))
+        self._step(chunks, num_decodes, checks=checks, grouped=grouped)
         if (expansion := self._stages.attention.expansion) is not None:
             chunks[0] = min(chunks[0], limits.max_sequence_length // 2)
             prefix = min(limits.max_sequence_length - chunks[0], expansion.most_positions)
             self._step(chunks, num_decodes, prefix=prefix)
+
+    def _checks(self) -> list[int]:
+        """The lengths of checks with as many guesses as there may be in a step."""
+        left, lengths = self._limits.most_guesses, list[int]()
+        while left and self._longest_chunk > 1:
+            lengths.append(min(1 + left, self._longest_chunk))
+            left -= lengths[-1] - 1
+        return lengths
 
     def _step(
         self,
         chunks: list[int],
         num_decodes: int,
         *,
-        num_guesses: int = 0,
+        checks: Sequence[int] = (),
         prefix: int = 0,
         grouped: bool = False,
     ) -> None:
-        """Run a step with chunks of these lengths, the first behind ``prefix`` positions, and
-        ``num_decodes`` decoding rows. As many tokens of chunks as fit, up to ``num_guesses``, are
-        guesses. It computes the log-probabilities of all its samples and chunks."""
+        """Run a step with ``checks`` and ``chunks`` of these lengths, the first chunk behind
+        ``prefix`` positions, and ``num_decodes`` decoding rows. It computes the log-probabilities
+        of all its samples and chunks."""
         stages = self._stages
         last = self._limits.max_sequence_length - 1 if grouped else 0
-        plan = self._dummy_plan(chunks, num_guesses, prefix, num_decodes, last)
+        plan = self._dummy_plan(checks, chunks, prefix, num_decodes, last)
         try:
-            batch = FlatBatch.of(plan)
+            batch = FlatBatch.of(plan, decodes_checks=stages.states is not None)
             if num_decodes and (num_shared := last // stages.rows.page_size):
                 batch = replace(batch, groups=_one_group(num_decodes, num_shared))
             tokens = plan.chunks.tokens
@@ -101,27 +110,34 @@ class WarmUp:
             ) from error
 
     def _dummy_plan(
-        self, chunks: list[int], num_guesses: int, prefix: int, num_decodes: int, position: int
+        self,
+        checks: Sequence[int],
+        chunks: Sequence[int],
+        prefix: int,
+        num_decodes: int,
+        position: int,
     ) -> StepPlan:
         """A plan that uses the dummy row throughout, so that only the dummy page is written. The
         first chunk begins behind ``prefix``; decoding rows are at ``position``."""
         row = self._stages.rows.table.dummy_row
-        num_sampled = []
-        for length in chunks:
-            num_sampled.append(1 + min(num_guesses, length - 1))
-            num_guesses -= num_sampled[-1] - 1
         starts = np.zeros(len(chunks), np.int32)
         starts[:1] = prefix
         return StepPlan(
             step=-1,
+            snapshots=Snapshots(begun_from=np.full(len(chunks), NO_SNAPSHOT, np.int32)),
+            checks=Checks(
+                rows=np.full(len(checks), row, np.int32),
+                starts=np.zeros(len(checks), np.int32),
+                lengths=np.array(checks, np.int32),
+                tokens=np.zeros(sum(checks), np.int32),
+            ),
             chunks=PromptChunks(
                 rows=np.full(len(chunks), row, np.int32),
                 starts=starts,
                 lengths=np.array(chunks, np.int32),
-                num_sampled=np.array(num_sampled, np.int32),
+                are_last=np.ones(len(chunks), np.int32),
                 tokens=np.zeros(sum(chunks), np.int32),
             ),
-            snapshots=Snapshots(begun_from=np.full(len(chunks), NO_SNAPSHOT, np.int32)),
             decodes=Decodes(
                 rows=np.full(num_decodes, row, np.int32),
                 positions=np.full(num_decodes, position, np.int32),

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minisgl_backend.kernels.checks import Checks
+from minisgl_backend.kernels.checks import CheckedTokens
 from minisgl_backend.kernels.delta_runs import Runs
 from minisgl_backend.kernels.dispatch import at_least_float32, use_triton
 from minisgl_backend.kernels.layer_states import rows_of
@@ -44,7 +44,7 @@ def causal_conv_checks(
     states: Tensor,
     inputs: Tensor,
     slots: Tensor,
-    checks: Checks,
+    checks: CheckedTokens,
     weight: Tensor,
     bias: Tensor | None = None,
     *,
@@ -106,7 +106,7 @@ def causal_conv_checks_reference(
     states: Tensor,
     inputs: Tensor,
     slots: Tensor,
-    checks: Checks,
+    checks: CheckedTokens,
     weight: Tensor,
     bias: Tensor | None = None,
     *,

@@ -16,14 +16,14 @@ from typing import Final
 from torch import Tensor
 
 CHECK_COLUMNS: Final = 3
-"""Numbers of a line of ``Checks.lines``."""
+"""Numbers of a line of ``CheckedTokens.lines``."""
 
 NO_PLACE: Final = -1
 """In place of a place: the token is padding."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Checks:
+class CheckedTokens:
     """The decoding rows of a step that checks guesses, as kernels read them.
 
     ``lines`` int32 [num_tokens, CHECK_COLUMNS], on the device, one per token: the place of its

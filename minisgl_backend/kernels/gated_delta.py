@@ -40,7 +40,7 @@ from minisgl_backend.kernels.causal_conv import (
     causal_conv_runs_reference,
     causal_conv_step_reference,
 )
-from minisgl_backend.kernels.checks import Checks
+from minisgl_backend.kernels.checks import CheckedTokens
 from minisgl_backend.kernels.delta_runs import BLOCK, Runs
 from minisgl_backend.kernels.dispatch import use_triton
 from minisgl_backend.kernels.layer_states import LayerStates, rows_of, stored
@@ -151,7 +151,7 @@ def delta_checks(
     weights: DeltaWeights,
     states: DeltaStates,
     slots: Tensor,
-    checks: Checks,
+    checks: CheckedTokens,
     positions: Tensor,
 ) -> None:
     """The same for the tokens of ``checks``, the first ones, which leave states, and updates that
@@ -248,7 +248,7 @@ def delta_checks_reference(
     weights: DeltaWeights,
     states: DeltaStates,
     slots: Tensor,
-    checks: Checks,
+    checks: CheckedTokens,
 ) -> None:
     """The twin of ``delta_checks``, where no updates are pending."""
     unsettled = states.unsettled

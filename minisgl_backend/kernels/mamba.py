@@ -14,7 +14,7 @@ others is a matrix of products C B^T, weighted by decays and steps, so everythin
 state goes from one block to the next.
 
 The decode steps of many rows leave updates pending (``layer_states``). There S is transposed: the
-key of an update is B, and its value dt x.
+key of an update is B, and its value dt x. Steps that check guesses keep both (``checks``).
 
 Knows only tensors, slots of states and positions. States and sums are computed in float32, whatever
 the dtype of the inputs; the kernels' GEMMs over blocks take operands of that dtype. In slots S may
@@ -31,10 +31,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minisgl_backend.kernels.causal_conv import (
+    causal_conv_checks_reference,
     causal_conv_runs,
     causal_conv_runs_reference,
     causal_conv_step_reference,
 )
+from minisgl_backend.kernels.checks import CheckedTokens
 from minisgl_backend.kernels.delta_runs import BLOCK, Runs
 from minisgl_backend.kernels.dispatch import use_triton
 from minisgl_backend.kernels.layer_states import LayerStates, rows_of, stored
@@ -149,6 +151,42 @@ def mamba_runs(
     )
 
 
+def mamba_checks(
+    out: Tensor,
+    inputs: MambaInputs,
+    weights: MambaWeights,
+    states: LayerStates,
+    slots: Tensor,
+    checks: CheckedTokens,
+    positions: Tensor,
+) -> None:
+    """The same for the tokens of ``checks``, the first ones, which leave states as they are. What
+    they would add is kept in ``states.unsettled``. ``slots`` int64 [num_tokens] are those of their
+    rows. Other tokens among ``slots`` are padding, and get zeros."""
+    if not use_triton(out):
+        mamba_checks_reference(out, inputs, weights, states, slots, checks)
+        return
+    from minisgl_backend.kernels.triton_kernels.mamba_checks import launch_mamba_checks
+
+    pending, unsettled = states.pending, states.unsettled
+    assert unsettled is not None
+    launch_mamba_checks(
+        out,
+        (inputs.z, inputs.channels, inputs.steps),
+        (weights.conv, weights.conv_bias),
+        (weights.log_rates, weights.biases, weights.skips, weights.norm),
+        (states.conv, states.matrices),
+        (pending.keys, pending.values, pending.decays, pending.begins),
+        (unsettled.inputs, unsettled.keys, unsettled.values, unsettled.decays),
+        slots,
+        checks.lines,
+        positions,
+        num_groups=weights.num_groups,
+        eps=weights.eps,
+        time_steps=weights.time_steps,
+    )
+
+
 def mamba_step_reference(
     out: Tensor, inputs: MambaInputs, weights: MambaWeights, states: LayerStates, slots: Tensor
 ) -> None:
@@ -186,6 +224,48 @@ def mamba_runs_reference(
             for slot in slots:
                 matrices[slot] = stored(state, matrices.dtype)
         states.pending.clear(run.slot, run.end_position)
+
+
+def mamba_checks_reference(
+    out: Tensor,
+    inputs: MambaInputs,
+    weights: MambaWeights,
+    states: LayerStates,
+    slots: Tensor,
+    checks: CheckedTokens,
+) -> None:
+    """The twin of ``mamba_checks``, where no updates are pending."""
+    unsettled, channels = states.unsettled, inputs.channels
+    assert unsettled is not None
+    convolved = torch.empty_like(channels)
+    causal_conv_checks_reference(
+        convolved,
+        channels,
+        states.conv,
+        unsettled.inputs,
+        slots,
+        checks,
+        weights.conv,
+        weights.conv_bias,
+    )
+    out[: len(slots)] = 0
+    for begin, length, place in checks.listed():
+        own = slice(begin, begin + length)
+        x, writers, readers = _parts(convolved[own], weights, states.matrices)
+        steps, decays = _rates(inputs.steps[own], weights)
+        # a copy of the row's state, in a slot of its own
+        state, slot = states.matrices[slots[begin : begin + 1]].float(), slots.new_zeros(1)
+        found = torch.empty_like(x)
+        for i in range(length):
+            one = slice(i, i + 1)
+            found[one] = scan_step(
+                x[one], writers[one], readers[one], steps[one], decays[one], state, slot
+            )
+        found += x * weights.skips.float()[:, None]
+        out[own] = _gated(found, inputs.z[own], weights).to(out.dtype)
+        unsettled.keys[place, :length] = writers
+        unsettled.values[place, :length] = x * steps[..., None]
+        unsettled.decays[place, :length] = decays.cumsum(0)[..., None]
 
 
 def _parts(

@@ -71,14 +71,13 @@ def settle(
             keys_are_lines=keys_are_lines,
         )
     else:
-        settle_reference(conv, matrices, unsettled, checks, keys_are_lines=keys_are_lines)
-    ends = (checks.starts + checks.counts) % WHOLE_EVERY
-    pending.begins[:, checks.rows.long()] = ends[:, None].expand(-1, pending.begins.shape[2])
+        settle_reference(conv, matrices, pending, unsettled, checks, keys_are_lines=keys_are_lines)
 
 
 def settle_reference(
     conv: Tensor,
     matrices: Tensor,
+    pending: PendingUpdates,
     unsettled: UnsettledTokens,
     checks: Settling,
     *,
@@ -86,9 +85,9 @@ def settle_reference(
 ) -> None:
     """The twin of the kernels of ``settle``, where no updates are pending."""
     num_heads = matrices.shape[2]
-    for row, place, count in zip(
-        checks.rows.tolist(), checks.places.tolist(), checks.counts.tolist(), strict=True
-    ):
+    of_checks = (checks.rows, checks.places, checks.starts, checks.counts)
+    for row, place, start, count in zip(*(each.tolist() for each in of_checks), strict=True):
+        pending.begins[:, row] = (start + count) % WHOLE_EVERY
         inputs = unsettled.inputs[:, place, :count].transpose(1, 2)  # [layers, channels, count]
         conv[row] = torch.cat([conv[row], inputs], dim=-1)[..., count:]
         if not num_heads:

@@ -18,7 +18,7 @@ from minisgl_backend.kernels.causal_conv import (
     causal_conv_runs_reference,
     causal_conv_step_reference,
 )
-from minisgl_backend.kernels.checks import Checks
+from minisgl_backend.kernels.checks import CheckedTokens
 from minisgl_backend.kernels.delta_runs import Runs
 from minisgl_backend.kernels.dispatch import use_triton
 from minisgl_backend.kernels.layer_states import LayerStates
@@ -85,7 +85,7 @@ def short_conv_checks(
     bias: Tensor | None,
     states: LayerStates,
     slots: Tensor,
-    checks: Checks,
+    checks: CheckedTokens,
 ) -> None:
     """The same for the tokens of ``checks``, the first ones, which leave the convolution's states
     as they are. ``slots`` int64 [num_tokens] are those of their rows. Other tokens among

@@ -14,7 +14,13 @@ import torch
 from torch import Tensor
 
 from minisgl_backend.kernels.dispatch import at_least_float32
-from minisgl_backend.kernels.mamba import MambaInputs, MambaWeights, mamba_runs, mamba_step
+from minisgl_backend.kernels.mamba import (
+    MambaInputs,
+    MambaWeights,
+    mamba_checks,
+    mamba_runs,
+    mamba_step,
+)
 from minisgl_backend.layers.linear import MergedColumnLinear, RowLinear
 from minisgl_backend.layers.norm import Normed
 from minisgl_backend.layers.quantized_matrix import Matrices
@@ -110,7 +116,11 @@ class MambaMixer(RecurrentMixer):
         out = torch.empty(inputs.z.shape, dtype=inputs.z.dtype, device=inputs.z.device)
         if len(slots := rows.decode_slots):
             positions = step.places.positions
-            mamba_step(out, inputs, weights, self.states, slots, positions, pdl=step.pdl)
+            given = out, inputs, weights, self.states, slots
+            if rows.checks is not None:
+                mamba_checks(*given, rows.checks, positions)
+            else:
+                mamba_step(*given, positions, pdl=step.pdl)
         if rows.runs is not None:
             mamba_runs(out, inputs, weights, self.states, rows.runs)
         if self._across is None or self.norm_weight is None:

@@ -13,7 +13,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from minisgl_backend.kernels.short_conv import ShortConvInputs, short_conv_runs, short_conv_step
+from minisgl_backend.kernels.short_conv import (
+    ShortConvInputs,
+    short_conv_checks,
+    short_conv_runs,
+    short_conv_step,
+)
 from minisgl_backend.layers.linear import MergedColumnLinear, RowLinear
 from minisgl_backend.layers.norm import Normed
 from minisgl_backend.layers.quantized_matrix import Matrices
@@ -74,11 +79,14 @@ class ShortConv(RecurrentMixer):
         projected = self.in_proj(x, pdl=step.pdl)[:, : 3 * size]
         inputs = ShortConvInputs(*projected.split(size, dim=1))
         out = torch.empty(inputs.x.shape, dtype=inputs.x.dtype, device=inputs.x.device)
-        weights = self.conv, self.conv_bias, self.states.conv
+        weights, states = (self.conv, self.conv_bias), self.states
         if rows.runs is not None:  # first, since this also writes zeros for the other tokens
-            short_conv_runs(out, inputs, *weights, rows.runs)
+            short_conv_runs(out, inputs, *weights, states.conv, rows.runs)
         if len(slots := rows.decode_slots):
-            short_conv_step(out, inputs, *weights, slots, pdl=step.pdl)
+            if rows.checks is not None:
+                short_conv_checks(out, inputs, *weights, states, slots, rows.checks)
+            else:
+                short_conv_step(out, inputs, *weights, states.conv, slots, pdl=step.pdl)
         return out
 
     def places(self) -> Iterator[tuple[str, Place]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Final, Literal, TypeAlias
+from typing import ClassVar, Final, Literal, TypeAlias
 
 from minisgl_backend.attention.base import AttentionShape, ExpandedHeads, LayerHeads
 from minisgl_backend.errors import ConfigError
@@ -128,6 +128,9 @@ class DeltaSpec:
     rate_scale: float = 1.0
     norm_eps: float | None = None
 
+    by_dimension: ClassVar[bool] = False
+    """Whether each dimension of a key decays by itself."""
+
     @property
     def key_size(self) -> int:
         return self.num_key_heads * self.key_dim
@@ -175,10 +178,7 @@ class KimiDeltaSpec(DeltaSpec):
     decay of its own. All heads have keys and values, of the same size. Decays and gates of outputs
     go through as many numbers as a head has."""
 
-    @property
-    def updates(self) -> tuple[int, int, int, int]:
-        """As in the other specs: no step leaves updates pending."""
-        return 0, 0, 0, 0
+    by_dimension: ClassVar[bool] = True
 
     def num_weights(self, hidden_size: int) -> int:
         """Number of weights of a layer's projections."""
@@ -209,6 +209,8 @@ class MambaSpec:
     normed: bool = True
     time_steps: tuple[float, float] = (0.0, math.inf)
     state_dtype: str = "float32"
+
+    by_dimension: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_groups:
@@ -271,6 +273,8 @@ class ConvSpec:
     conv_width: int
     layers: frozenset[int]
     bias: bool = False
+
+    by_dimension: ClassVar[bool] = False
 
     @property
     def matrices(self) -> tuple[int, int, int]:

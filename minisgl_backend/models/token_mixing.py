@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from minisgl_backend.attention.base import Attend
 from minisgl_backend.kernels.activation import gate_output
 from minisgl_backend.kernels.adapters import AdaptedTokens
-from minisgl_backend.kernels.checks import Checks
+from minisgl_backend.kernels.checks import CheckedTokens
 from minisgl_backend.kernels.delta_runs import Runs
 from minisgl_backend.kernels.linear_cut import HEAD_DIMS
 from minisgl_backend.kernels.paged_kv import PagedKV
@@ -61,7 +61,7 @@ class RecurrentRows:
 
     decode_slots: Tensor
     runs: Runs | None = None
-    checks: Checks | None = None
+    checks: CheckedTokens | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

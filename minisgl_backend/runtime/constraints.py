@@ -152,7 +152,7 @@ class Constraints:
         """Begin to write the masks of a launched plan. All tokens of earlier steps must have been
         followed (``follow``), and no later token may be until the masks are written."""
         assert self._grammars is not None
-        masked, guesses = self._masked, plan.chunks.guesses()
+        masked, guesses = self._masked, plan.checks.guesses()
         if guesses:
             masked = self._find(plan.masked_rows, guesses)
         elif masked is None or not np.array_equal(masked.planned, plan.masked_rows):

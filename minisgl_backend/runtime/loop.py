@@ -444,7 +444,6 @@ class Loop:
 
 
 def _kind(plan: StepPlan) -> StepKind:
-    are_guesses = plan.chunks.have_guesses
-    if are_guesses.all():
+    if not len(plan.chunks.rows):
         return "decode"
-    return "mixed" if len(plan.decodes.rows) or are_guesses.any() else "prefill"
+    return "mixed" if len(plan.decodes.rows) or len(plan.checks.rows) else "prefill"

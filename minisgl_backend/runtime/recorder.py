@@ -15,8 +15,7 @@ from typing import Any, Final, Literal, TypeAlias, TypeVar, get_args
 from minisgl_backend.scheduling.report import SchedulerStats
 
 StepKind: TypeAlias = Literal["prefill", "decode", "mixed"]
-"""What a step computes: chunks of prompts, decoding rows (guesses included), or both. A chunk in
-which recurrent states catch up with a row's right guesses counts as one of a prompt."""
+"""What a step computes: chunks of prompts, decoding rows (guesses included), or both."""
 
 Refusal: TypeAlias = Literal["invalid", "unsupported", "queue_full", "draining", "down"]
 """Why a request was refused on arrival."""

@@ -14,6 +14,7 @@ from minisgl_backend.plan import (
     NO_GROUPS,
     AdapterMoves,
     Admission,
+    Checks,
     Copies,
     Decodes,
     Grants,
@@ -27,7 +28,8 @@ from minisgl_backend.request import EMPTY, Adapter, IntArray, Mask
 
 
 class Draft:
-    """Gathers what a step does; ``budget`` is the number of tokens of chunks that still fit."""
+    """Gathers what a step does; ``budget`` is the number of tokens of chunks and checks that still
+    fit."""
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
@@ -36,6 +38,8 @@ class Draft:
         self._admissions: list[Admission] = []
         self._grants: list[tuple[IntArray, IntArray, IntArray]] = []
         self._copies: list[tuple[int, int, int]] = []
+        self._checks: list[tuple[int, int, int]] = []
+        self._checked_tokens: list[IntArray] = []
         self._chunks: list[tuple[int, int, int, int]] = []
         self._begun_from: list[int] = []
         self._tokens: list[IntArray] = []
@@ -49,7 +53,7 @@ class Draft:
     @property
     def is_empty(self) -> bool:
         """Whether the step would compute nothing."""
-        return not self._chunks and not len(self.decodes.rows)
+        return not (self._checks or self._chunks or len(self.decodes.rows))
 
     def admit(self, admission: Admission) -> None:
         """Add a request that takes a row."""
@@ -75,13 +79,20 @@ class Draft:
         """Copy the first ``length`` positions of page ``source`` to page ``target``."""
         self._copies.append((source, target, length))
 
+    def check(self, row: int, start: int, tokens: IntArray) -> None:
+        """Let a row decode with guesses: compute ``tokens``, its last one and the guesses, at the
+        positions from ``start`` on."""
+        self._checks.append((row, start, len(tokens)))
+        self._checked_tokens.append(tokens)
+        self.budget -= len(tokens)
+
     def chunk(
-        self, row: int, start: int, tokens: IntArray, *, num_sampled: int, snapshot: int
+        self, row: int, start: int, tokens: IntArray, *, is_last: bool, snapshot: int
     ) -> None:
         """Add a chunk: compute ``tokens`` at the positions from ``start`` on, and sample a token
-        after each of the last ``num_sampled``. The row begins with ``snapshot``, or goes on if it
-        is ``NO_SNAPSHOT``."""
-        self._chunks.append((row, start, len(tokens), num_sampled))
+        after them if they are the last known ones. The row begins with ``snapshot``, or goes on if
+        it is ``NO_SNAPSHOT``."""
+        self._chunks.append((row, start, len(tokens), int(is_last)))
         self._begun_from.append(snapshot)
         self._tokens.append(tokens)
         self.budget -= len(tokens)
@@ -121,11 +132,13 @@ class Draft:
         ``masked``, bool[num_rows], says which rows have a grammar. ``windows`` gives its
         broken pages and its grants.
         """
-        rows, starts, lengths, num_sampled = _columns(self._chunks, 4)
-        chunks = PromptChunks(rows, starts, lengths, num_sampled, _joined(self._tokens))
+        rows, starts, lengths = _columns(self._checks, 3)
+        checks = Checks(rows, starts, lengths, _joined(self._checked_tokens))
+        rows, starts, lengths, are_last = _columns(self._chunks, 4)
+        chunks = PromptChunks(rows, starts, lengths, are_last, _joined(self._tokens))
         of, begins, counts = _columns(self._scores, 3)
         scores = Scores(of, begins, counts, _joined(self._score_tokens))
-        sampling = np.concatenate([chunks.rows[chunks.num_sampled != 0], self.decodes.rows])
+        sampling = np.concatenate([checks.rows, chunks.rows[chunks.sampled], self.decodes.rows])
         begun_from = np.array(self._begun_from, dtype=np.int32)
         return StepPlan(
             step=step,
@@ -138,6 +151,7 @@ class Draft:
             grants=Grants(*map(_joined, zip(*self._grants, strict=True))),
             window_grants=Grants() if windows is None else windows.take_grants(),
             snapshots=Snapshots(begun_from, *_columns(self._saved, 3), *_columns(self._kept, 2)),
+            checks=checks,
             chunks=chunks,
             decodes=self.decodes,
             groups=self.groups,

@@ -32,8 +32,13 @@ which none was right."""
 class Guesser:
     """How many guesses each row of ``RunningRows`` may have next, by how good its last ones were.
 
-    At most ``most_tokens`` for a row, and none while more than ``max_rows`` rows decode. They come
-    from the row's own tokens, or from ``recent`` answers.
+    At most ``most_tokens`` for a row. They come from the row's own tokens, or from ``recent``
+    answers.
+
+    Invariant: there are none while more than ``max_rows`` sequences hold a row, prefilling ones
+    included. Only rows that are held may have updates of recurrent states that a step with guesses
+    has kept and no later step has added. So these are never more than ``max_rows`` rows, for which
+    the executor has memory.
     """
 
     def __init__(
@@ -59,9 +64,10 @@ class Guesser:
         While a row has a step in flight, its last token is not known: then they are guesses at the
         tokens from that one on, and tell whether there is something to wait for.
         """
-        if len(ready) > self._max_rows:
-            return {}
-        found, rows = {}, self._rows
+        found: dict[int, IntArray] = {}
+        rows = self._rows
+        if rows.num_used > self._max_rows:
+            return found
         # a guess at the last token that a row may have would be of no use
         most = np.minimum(self._most_tokens, rows.limit[ready] - rows.planned[ready] - 2)
         lookups = np.minimum(most, self._may_have[ready])

@@ -40,25 +40,23 @@ class Intake:
 
     def take(self, plan: StepPlan, tokens: SampledTokens) -> StepResult:
         """Take the tokens of ``plan``, and release what nothing uses anymore."""
-        rows, chunks, guessed = self._rows, plan.chunks, plan.chunks.have_guesses
+        rows, checks, chunks = self._rows, plan.checks, plan.chunks
         sample_rows = plan.sample_rows
         if len(tokens.token_ids) != len(sample_rows):
             raise InvariantError(f"{len(tokens.token_ids)} tokens for {len(sample_rows)} samples")
-        rows.landed(chunks.rows, chunks.known_ends)
+        rows.landed(checks.rows, checks.starts + 1)
+        rows.landed(chunks.rows, chunks.ends)
         rows.landed(plan.decodes.rows, plan.decodes.positions + 1)
         scored = self._take_scores(plan, tokens.prompt_logprobs)
-        if guessed.any():
+        if len(checks.rows):
             result = self._take_guessed(plan, tokens, scored)
         else:
             result = self._take(sample_rows, tokens, scored)
-        of_prompts = zip(chunks.rows[~guessed].tolist(), chunks.starts[~guessed], strict=True)
-        for row, start in of_prompts:
+        for row in chunks.rows.tolist():
             sequence = rows.sequences[row]
-            # a row that has caught up with its guesses has published its known tokens before
-            is_new = sequence is not None and start < len(sequence.tokens)
-            if sequence is not None and is_new and not sequence.failed:
+            if sequence is not None and not sequence.failed:
                 self._life.publish(sequence, sequence.tokens)
-        for step_rows in (chunks.rows, plan.decodes.rows):
+        for step_rows in (checks.rows, chunks.rows, plan.decodes.rows):
             for row in step_rows[rows.is_idle(step_rows)].tolist():
                 self._life.release(rows.sequence(row))
         return result
@@ -120,9 +118,7 @@ class Intake:
         counters.num_guesses += num_guesses
         counters.num_right_guesses += check.num_right
         if self._guesser is not None and self._rows.accepting[check.row]:
-            # states stop before guesses, so that wrong ones need not be taken back
-            lag = check.num_right if self._life.states is not None else 0
-            self._rows.go_on_from_guesses(check.row, lag=lag)
+            self._rows.go_on_from_guesses(check.row)
             self._guesser.judge(check.row, num_guesses, check.num_right)
 
     def _take(
@@ -197,8 +193,8 @@ class _Check:
 
 
 def _checks(plan: StepPlan) -> list[_Check]:
-    """The guesses in a plan, row by row."""
-    chunks = plan.chunks
-    firsts = (np.cumsum(chunks.num_sampled) - chunks.num_sampled)[chunks.have_guesses].tolist()
-    guesses = chunks.guesses().items()
+    """The checks of a plan. Their samples come first."""
+    lengths = plan.checks.lengths
+    firsts = (np.cumsum(lengths) - lengths).tolist()
+    guesses = plan.checks.guesses().items()
     return [_Check(row, of, first) for (row, of), first in zip(guesses, firsts, strict=True)]

@@ -31,8 +31,6 @@ class RunningRows:
     - ``limit``: number of tokens at which the sequence ends;
     - ``adapter_slots``: slots of adapters, 0 for none;
     - ``keeps_at``: position before which the row's recurrent states are kept next;
-    - ``lag``: number of positions before ``planned`` that the row's recurrent states have not taken
-      in, since they were guesses;
     - ``stop_from``: a stop token at this position or later ends the sequence (the sampler chooses
       none earlier: ``kernels.sampling_table``).
 
@@ -51,7 +49,6 @@ class RunningRows:
         self.limit = np.zeros(num_rows, dtype=np.int32)
         self.stop_from = np.zeros(num_rows, dtype=np.int32)
         self.keeps_at = np.zeros(num_rows, dtype=np.int32)
-        self.lag = np.zeros(num_rows, dtype=np.int32)
         self.adapter_slots = np.zeros(num_rows, dtype=np.int32)
         self.in_flight = np.zeros(num_rows, dtype=np.int32)
         self.decoding = np.zeros(num_rows, dtype=np.bool_)
@@ -99,7 +96,6 @@ class RunningRows:
         self.sequences[row] = None
         for column in (self.decoding, self.accepting, self.retiring, self.masked):
             column[row] = False
-        self.lag[row] = 0
         self._set_stop_ids(row, ())
         self._tail_length[row] = 0
         self._parts[row] = []
@@ -154,22 +150,14 @@ class RunningRows:
         self.in_flight[row] += 1
 
     def plan_guesses(self, row: int, end: int) -> None:
-        """Plan the row's ``due_tokens`` and guesses, up to the position ``end``; until they are
-        judged it does not decode."""
+        """Plan the row's last token and guesses, up to the position ``end``; until they are judged
+        it does not decode."""
         self.plan_prefill(row, end)
         self.decoding[row] = False
 
-    def plan_catching_up(self, row: int) -> None:
-        """Plan the row's ``due_tokens``; then it decodes as others do."""
-        self.plan_prefill(row, int(self.planned[row]) + 1)
-        self.lag[row] = 0
-        self.start_decoding(row)
-
-    def go_on_from_guesses(self, row: int, *, lag: int) -> None:
-        """Take back the planned positions whose guesses were wrong, and let the row decode.
-        ``lag``: see the class."""
+    def go_on_from_guesses(self, row: int) -> None:
+        """Take back the planned positions whose guesses were wrong, and let the row decode."""
         self.planned[row] = self.computed[row]
-        self.lag[row] = lag
         self.start_decoding(row)
 
     def skip(self, row: int, end: int) -> None:
@@ -249,13 +237,6 @@ class RunningRows:
         parts = self._parts[row]
         return int(parts[-1][-1] if parts else self.sequence(row).tokens[-1])
 
-    def due_tokens(self, row: int) -> IntArray:
-        """The last committed token, behind those that the row's states have not taken in, int32[lag
-        + 1]. They have been sampled since the row was taken."""
-        if lag := int(self.lag[row]):
-            return self.output(row)[-lag - 1 :]
-        return np.array([self.last_token(row)], dtype=np.int32)
-
     def known(self, row: int) -> IntArray:
         """All tokens of the row's sequence that are committed, int32[num_tokens]."""
         return np.concatenate([self.sequence(row).tokens, self.output(row)])
@@ -277,8 +258,6 @@ class RunningRows:
         is_ahead = (self.in_flight == 0) & (self.computed != self.planned)
         if (is_ahead & used).any():
             raise InvariantError("positions of a row are planned, but not in flight")
-        if ((self.lag < 0) | (self.lag > self.computed) | (~used & (self.lag > 0))).any():
-            raise InvariantError("the states of a row lack other positions than computed ones")
         in_order = (self.computed <= self.planned) & (self.planned <= self.capacity)
         if not in_order[used].all():
             raise InvariantError("a row violates computed <= planned <= capacity")

@@ -9,13 +9,14 @@ A step first decodes every row that can decode. Then it spends ``max_prefill_tok
 prompts in the order of precedence, and admits sequences as it goes. So prefill never keeps decode
 waiting.
 
-Rows may decode with guesses at their next tokens (``guesses``), as chunks, with at most half of the
+Rows may decode with guesses at their next tokens (``guesses``), with at most half of the
 budget. Guesses are made from all tokens of a row, and what is planned next depends on how many were
 right. So while a step that they wait for, or that checks some, is in flight, nothing is planned.
 
-Recurrent states of a row stop before its guesses, since they could not go back. So those that were
-right are computed once more: the row's next chunk begins where its states are, with new guesses or
-without (``RunningRows.lag``).
+Recurrent states cannot go back to before a wrong guess. So a step with guesses keeps the updates of
+all rows that decode in it, and the next step with a row adds those that count (``PromptChunks``).
+All that the planner does about it is to bound the number of such rows, and to end guesses where
+states are kept.
 
 When the pool of pages is empty, the running sequences that are last in precedence are retracted:
 their computed pages are published, and they return to their old place in the queue. Later they
@@ -28,6 +29,8 @@ Invariants:
 - Rows and pages are given back only when no step in flight can write to them.
 - While a request is live and no step is in flight, ``plan`` returns a step.
 - A row with guesses in flight is in no other step in flight.
+- At most ``speculative_max_requests`` rows have updates that are not added to their states yet, if
+  those of released rows do not count.
 - Steps run in the order in which they were planned. So a page freed here may be granted again at
   once: the step that writes to it runs after all steps that read what it held.
 - A page that may hold NaN and is freed is named as broken by the next plan, so at the latest by the
@@ -247,10 +250,6 @@ class Scheduler:
             self._grow_first(short, draft)
             ready = rows.ready_to_decode()
             ready = ready[rows.planned[ready] < rows.capacity[ready]]
-        lagging = ready[rows.lag[ready] > 0]
-        if len(lagging):
-            self._catch_up(lagging, draft)
-            ready = ready[~np.isin(ready, lagging)]
         groups, ready = self._life.groups_of(ready), rows.by_adapter(ready)
         positions = rows.plan_decode(ready)
         draft.decode(Decodes(ready, positions), groups)
@@ -258,56 +257,38 @@ class Scheduler:
             self._life.states.keep(ready, positions, draft)
         return under_pressure
 
-    def _catch_up(self, lagging: IntArray, draft: Draft) -> None:
-        """Let rows whose states lag behind decode by a chunk. Those that exceed the budget wait;
-        the first does not, as each has been in a chunk of guesses, of half of the budget."""
-        rows = self._rows
-        for row in lagging.tolist():
-            tokens, end = rows.due_tokens(row), int(rows.planned[row]) + 1
-            if len(tokens) > draft.budget:
-                return
-            rows.plan_catching_up(row)
-            self._decode_by_chunk(row, end - len(tokens), tokens, draft, num_known=len(tokens))
-
-    def _decode_by_chunk(
-        self, row: int, start: int, tokens: IntArray, draft: Draft, *, num_known: int
-    ) -> None:
-        """Add a chunk of a row that decodes; the tokens after the first ``num_known`` are guesses,
-        and one is sampled after the last known token and each guess."""
-        num_sampled = len(tokens) - num_known + 1
-        draft.chunk(row, start, tokens, num_sampled=num_sampled, snapshot=NO_SNAPSHOT)
-        if self._life.states is not None:
-            self._life.states.keep_in_chunk(row, start, start + num_known, draft)
-
     def _plan_guesses(self, guesses: Mapping[int, IntArray], draft: Draft) -> None:
         """Let rows decode with as many of their ``guesses`` as pages and half of the budget allow.
-        Rows for which that is none decode without."""
+        Rows for which that is none decode without. No row passes a position at which its states are
+        to be kept."""
         if not guesses:
             return
-        rows, page_size = self._rows, self._cache.page_size
+        rows, states, page_size = self._rows, self._life.states, self._cache.page_size
         left = draft.budget // 2
         ready = rows.ready_to_decode()
         is_short = rows.planned[ready] >= rows.capacity[ready]
         for row, guessed in guesses.items():
-            last = int(rows.planned[row])  # the position of the last token
-            start = last - int(rows.lag[row])
-            end = min(last + 1 + len(guessed), start + left)
+            start = int(rows.planned[row])  # the position of the last token
+            end = start + min(1 + len(guessed), left)
             if (section := self._config.section) is not None:
                 end = min(end, (start // section + 1) * section)
+            if states is not None:
+                end = min(end, states.kept_next(row, start))
             # pages are for rows that cannot decode without one first
             num_spare = self._life.room.most_rows - np.count_nonzero(is_short & (ready != row))
             end = min(end, int(rows.capacity[row]) + max(0, num_spare) * page_size)
-            if end < last + 2:  # and is granted nothing, since it may still be retracted at once
+            if end < start + 2:  # and is granted nothing, since it may still be retracted at once
                 continue
             while rows.capacity[row] < end:
                 if not self._life.grow(np.array([row], np.int32), draft):
                     raise InvariantError(_NOT_GRANTED)
             is_short &= ready != row
-            known = rows.due_tokens(row)
-            tokens = np.concatenate([known, guessed[: end - last - 1]], dtype=np.int32)
+            tokens = np.array([rows.last_token(row), *guessed[: end - start - 1]], np.int32)
             left -= len(tokens)
             rows.plan_guesses(row, end)
-            self._decode_by_chunk(row, start, tokens, draft, num_known=len(known))
+            draft.check(row, start, tokens)
+            if states is not None:
+                states.keep(np.array([row], np.int32), np.array([start], np.int32), draft)
             self._has_unjudged = True
 
     def _grow_first(self, short: IntArray, draft: Draft) -> None:
@@ -375,7 +356,7 @@ class Scheduler:
         is_last = end == len(sequence.tokens)
         self._rows.plan_prefill(sequence.row, end)
         snapshot, sequence.begins_from = sequence.begins_from, NO_SNAPSHOT
-        draft.chunk(sequence.row, start, tokens, num_sampled=int(is_last), snapshot=snapshot)
+        draft.chunk(sequence.row, start, tokens, is_last=is_last, snapshot=snapshot)
         if self._life.states is not None:
             for position, taken in self._life.states.save(sequence, start, end):
                 draft.save(position, taken)

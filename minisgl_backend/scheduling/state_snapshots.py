@@ -1,13 +1,16 @@
 """Which snapshots of recurrent states sequences take, and when others may find them.
 
-A chunk saves the states at positions after which another request may begin. A decoding row keeps
-its latest states in a single snapshot, which it overwrites again and again.
+A chunk saves the states at positions after which another request may begin. A decoding row, with
+guesses or without, keeps its latest states in a single snapshot, which it overwrites again and
+again.
 
 Knows positions and numbers of snapshots; ``cache.snapshots`` knows to which prefix each belongs.
 Must not know what a state is, or when the executor copies it.
 
-Invariant, verified by ``check``: the snapshots taken from the cache are those that sequences in
-rows hold, ``Sequence.snapshots`` and ``Sequence.kept``.
+Invariants, verified by ``check``:
+- The snapshots taken from the cache are those that sequences in rows hold, ``Sequence.snapshots``
+  and ``Sequence.kept``.
+- No row passes the position at which it keeps its states next.
 """
 
 from __future__ import annotations
@@ -71,24 +74,20 @@ class StateSnapshots:
         """
         for index in np.flatnonzero(positions == self._rows.keeps_at[rows]).tolist():
             row, position = int(rows[index]), int(positions[index])
-            num_known = max(len(self._rows.sequence(row).tokens), int(self._rows.computed[row]) + 1)
-            number = self._kept_at(row, position, are_known=position <= num_known)
+            self._rows.keeps_at[row] = self.kept_next(row, position)
+            sequence = self._rows.sequence(row)
+            if position > max(len(sequence.tokens), int(self._rows.computed[row]) + 1):
+                continue
+            kept = sequence.kept
+            number = self._cache.take_snapshot(rolls=True) if kept is None else kept[1]
             if number is not None:
+                sequence.kept = position, number
                 draft.keep(row, number)
 
-    def keep_in_chunk(self, row: int, start: int, end: int, draft: Draft) -> None:
-        """The same for a row that decodes by the chunk that ``draft`` got last, whose tokens from
-        ``start`` up to ``end`` are known and computed at once."""
-        position = end // self._kept_every * self._kept_every
-        if position < max(start, int(self._rows.keeps_at[row])):
-            return
-        number = self._kept_at(row, position, are_known=True)
-        if number is None:
-            return
-        if position == start:
-            draft.keep(row, number)
-        else:
-            draft.save(position, number)
+    def kept_next(self, row: int, position: int) -> int:
+        """The first position after ``position`` at which the row's states are to be kept."""
+        keeps_at = int(self._rows.keeps_at[row])
+        return keeps_at if position < keeps_at else self._keeps_at(position + 1, position)
 
     def verify(self, sequence: Sequence) -> None:
         """Let others find what chunks have saved, now that a finite token was sampled after it."""
@@ -111,23 +110,13 @@ class StateSnapshots:
 
     def check(self, sequences: Iterable[Sequence]) -> None:
         """Raise ``InvariantError`` unless exactly the snapshots of ``sequences``, those in rows,
-        are taken."""
+        are taken, and none has passed the position at which it keeps its states next."""
         num_held = sum(len(one.snapshots) + (one.kept is not None) for one in sequences)
         if self._cache.num_taken_snapshots != num_held:
             raise InvariantError("not exactly the snapshots that rows hold are taken")
-
-    def _kept_at(self, row: int, position: int, *, are_known: bool) -> int | None:
-        """The snapshot that keeps the row's states before ``position``; None if there is none, or
-        unless all tokens before it ``are_known``. The next position is chosen in any case."""
-        sequence = self._rows.sequence(row)
-        self._rows.keeps_at[row] = self._keeps_at(position + 1, position)
-        if not are_known:
-            return None
-        kept = sequence.kept
-        number = self._cache.take_snapshot(rolls=True) if kept is None else kept[1]
-        if number is not None:
-            sequence.kept = position, number
-        return number
+        rows = [one.row for one in sequences]
+        if (self._rows.planned[rows] > self._rows.keeps_at[rows]).any():
+            raise InvariantError("a row has passed the position at which it keeps its states")
 
     def _worth_saving(self, sequence: Sequence) -> tuple[int, ...]:
         """The positions after which another request may begin: where this one diverges from cached

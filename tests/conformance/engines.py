@@ -154,6 +154,8 @@ class TinyEngine(AbstractContextManager["TinyEngine"]):
                 dtype=dtype,
                 state_dtype=state_dtype,
                 device=cpu,
+                num_checks=MAX_ROWS if speculative_tokens else 0,
+                most_tokens=1 + speculative_tokens,
             )
             for of_layer in states.layers:  # a state that no token made must not be read
                 of_layer.conv.fill_(torch.nan)

@@ -15,7 +15,8 @@ through their table as far as a window reaches. The result is wrong if they diff
 other layers, and NaN if any window page in a row's line of the table has NaN.
 
 Rows may have recurrent states, too: all KV so far, carried from step to step and not read through
-the page table. A token is wrong if the two differ.
+the page table. A token is wrong if the two differ. States stay as they are in a step with guesses,
+and are settled by the next step with the row.
 
 Steps run as late as possible: at ``Pending.tokens``, in launch order. A plan that shares memory
 with the planner's state would have changed by then. The arrays of each plan are encoded and decoded
@@ -146,6 +147,7 @@ class _Row:
     computed: int
     last_token: int = NO_TOKEN
     state: _State = _State()
+    later: list[_State] = field(default_factory=list)  # after each token that it has not taken in
 
 
 @dataclass(slots=True)
@@ -175,8 +177,8 @@ class FakeExecutor:
     """Runs plans on numbers; an ``Executor`` of ``runtime.ports``.
 
     ``is_hit`` says whether a fault turns the position that is computed now into NaN, whatever its
-    tokens. ``num_cleared`` counts the broken pages of all plans, ``num_kept`` the states of
-    decoding rows that were kept.
+    tokens. There is memory for the updates of ``most_unsettled`` rows. ``num_cleared`` counts the
+    broken pages of all plans, ``num_kept`` the states of decoding rows that were kept.
     """
 
     num_pages: int
@@ -185,6 +187,7 @@ class FakeExecutor:
     model: Model = field(default_factory=Model)
     num_rows: int = 64
     has_states: bool = False
+    most_unsettled: int = 0
     window: int | None = None
     num_window_pages: int = 0
     is_hit: Callable[[], bool] = lambda: False
@@ -250,12 +253,20 @@ class FakeExecutor:
         assert len(places) == len(set(places)), "an entry of the window table is written twice"
         self._window_table[of_windows.rows, of_windows.indices] = of_windows.pages
         self._copy(plan.copies)
+        self._settle(plan)
         self._keep_states(plan)
         self._read_together(plan)
         chunks, snapshots = plan.chunks, plan.snapshots
         sampled, start = [], 0
-        for chunk, (row, position, length, num_sampled) in enumerate(
-            _lines(chunks.rows, chunks.starts, chunks.lengths, chunks.num_sampled)
+        for row, position, length in _lines(
+            plan.checks.rows, plan.checks.starts, plan.checks.lengths
+        ):
+            tokens = plan.checks.tokens[start : start + length].tolist()
+            start += length
+            sampled += self._check_guesses(row, position, tokens)
+        start = 0
+        for chunk, (row, position, length, is_last) in enumerate(
+            _lines(chunks.rows, chunks.starts, chunks.lengths, chunks.are_last)
         ):
             if self.has_states:
                 self._begin_state(row, position, int(snapshots.begun_from[chunk]))
@@ -264,19 +275,20 @@ class FakeExecutor:
             saves = dict(zip(positions.tolist(), numbers.tolist(), strict=True))
             tokens = chunks.tokens[start : start + length].tolist()
             start += length
-            self._go_back(row, position)
-            if num_sampled > 1:
-                known, guesses = tokens[: 1 - num_sampled], tokens[1 - num_sampled :]
-                self._write(row, position, known, saves)
-                sampled += self._check_guesses(row, guesses, saves)
-                continue
             self._write(row, position, tokens, saves)
-            if num_sampled:
+            if is_last:
                 sampled.append(self._sample(row))
         decodes = plan.decodes
+        before = {row: self._rows[row].state for row in decodes.rows.tolist()}
         for row, position in _lines(decodes.rows, decodes.positions):
             self._write(row, position, [self._rows[row].last_token])
         sampled += [self._sample(row) for row in plan.decodes.rows.tolist()]
+        if len(plan.checks.rows):
+            for row, state in before.items():
+                self._rows[row].later, self._rows[row].state = [self._rows[row].state], state
+        if self.has_states:
+            num_unsettled = sum(len(row.later) > 0 for row in self._rows.values())
+            assert num_unsettled <= self.most_unsettled, "there is memory for so many updates"
         logprobs = {
             index: TokenLogprobs(logprob=-float(sampled[index]), rank=1)
             for index, row in enumerate(plan.sample_rows.tolist())
@@ -341,15 +353,23 @@ class FakeExecutor:
                 begins[row] = end
             self._read_at[members, begin:end] = self._page_table[members[0], begin:end]
 
+    def _settle(self, plan: StepPlan) -> None:
+        """Let the states of the rows of a step take in the tokens before it."""
+        for row, position in _first_positions(plan).items():
+            state = self._rows[row]
+            if state.later:
+                num_right = position - state.state.position
+                assert 1 <= num_right <= len(state.later), "states take in tokens that they lack"
+                state.state = state.later[num_right - 1]
+                state.later = []
+
     def _keep_states(self, plan: StepPlan) -> None:
         """Keep the states of rows that are about to decode."""
         snapshots, numbers = plan.snapshots, plan.snapshots.kept.tolist()
         assert len(numbers) == len(set(numbers))
         assert not set(numbers) & set(snapshots.begun_from.tolist())
         assert not len(snapshots.kept_rows) or self.has_states
-        decodes, chunks = plan.decodes, plan.chunks
-        positions = dict(zip(decodes.rows.tolist(), decodes.positions.tolist(), strict=True))
-        positions |= dict(zip(chunks.rows.tolist(), chunks.starts.tolist(), strict=True))
+        positions = _first_positions(plan)
         for row, number in _lines(snapshots.kept_rows, snapshots.kept):
             assert positions[row] % WHOLE_EVERY == 0, "states are whole"
             assert positions[row] == self._rows[row].state.position
@@ -395,30 +415,21 @@ class FakeExecutor:
                 self._snapshots[saves[position]] = state.state
         state.computed = position
 
-    def _go_back(self, row: int, position: int) -> None:
-        """Compute positions of right guesses again, which the row's state has not taken in."""
-        state = self._rows[row]
-        if self.has_states and position < state.computed:
-            assert position == state.state.position, "a chunk begins where the states are"
-            state.computed = position
-
-    def _check_guesses(self, row: int, guesses: list[int], saves: Mapping[int, int]) -> list[int]:
-        """Sample, and compute each guess and sample after it, as if the guesses had been sampled.
-        The row goes on after those that were right, with the state before all of them."""
-        state = self._rows[row]
-        first, before, history = state.computed, state.state, tuple(state.history)
-        sampled = [self._sample(row)]
-        for index, token in enumerate(guesses):
-            self._write(row, first + index, [token], saves)
-            state.history = [*history, *guesses[: index + 1]]
+    def _check_guesses(self, row: int, position: int, tokens: list[int]) -> list[int]:
+        """Compute the row's last token and each guess, and sample after it, as if the guesses had
+        been sampled. The row goes on after those that were right, with the state before all."""
+        state, guesses = self._rows[row], tokens[1:]
+        before, history = state.state, tuple(state.history)
+        sampled, later = [], []
+        for index, token in enumerate(tokens):
+            state.history = [*history, *guesses[:index]]
+            self._write(row, position + index, [token])
             sampled.append(self._sample(row))
+            later.append(state.state)
         pairs = zip(guesses, sampled, strict=False)
         num_right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        state.computed, state.last_token, state.state = (
-            first + num_right,
-            sampled[num_right],
-            before,
-        )
+        state.computed, state.last_token = position + 1 + num_right, sampled[num_right]
+        state.state, state.later = before, later
         state.history = [*history, *sampled[: num_right + 1]]
         return sampled
 
@@ -467,6 +478,14 @@ class FakeExecutor:
 def tokens_of(values: list[int]) -> IntArray:
     """A prompt, int32[num_tokens]."""
     return np.array(values, dtype=np.int32)
+
+
+def _first_positions(plan: StepPlan) -> dict[int, int]:
+    """The first position that a step computes of each of its rows."""
+    checks, chunks, decodes = plan.checks, plan.chunks, plan.decodes
+    rows = np.concatenate([checks.rows, chunks.rows, decodes.rows]).tolist()
+    firsts = np.concatenate([checks.starts, chunks.starts, decodes.positions]).tolist()
+    return dict(zip(rows, firsts, strict=True))
 
 
 def _lines(*columns: IntArray) -> Iterator[tuple[int, ...]]:

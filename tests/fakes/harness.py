@@ -128,6 +128,7 @@ class Harness:
             setup.model,
             num_rows=setup.num_rows,
             has_states=setup.num_snapshots is not None,
+            most_unsettled=setup.speculative_max_requests,
             window=setup.window,
             num_window_pages=setup.num_window_pages,
         )
@@ -289,9 +290,12 @@ def random_setup(rng: random.Random) -> Setup:
 
 
 def with_guesses(setup: Setup) -> Setup:
-    """The same with guesses, at tokens of which there are so few that they repeat themselves. What
-    comes after a wrong guess must be finite, too, which the oracle does not know."""
-    return replace(setup, speculative_tokens=5, model=Model(vocabulary=2))
+    """The same with guesses while few requests run, at tokens of which there are so few that they
+    repeat themselves. What comes after a wrong guess must be finite, too, which the oracle does not
+    know."""
+    return replace(
+        setup, speculative_tokens=5, speculative_max_requests=3, model=Model(vocabulary=2)
+    )
 
 
 def random_request(rng: random.Random, setup: Setup, number: int) -> Request:

@@ -1,4 +1,4 @@
-"""Mamba 2 for one token a row, and for runs of tokens, against the twins."""
+"""Mamba 2 for one token a row, for runs of tokens, and for checks of guesses, against the twins."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ from itertools import product
 
 import pytest
 import torch
+from torch import Tensor
 
 from minisgl_backend.kernels import mamba
 from minisgl_backend.kernels.delta_runs import Run, Runs, num_blocks, runs_table
 from minisgl_backend.kernels.dispatch import is_interpreted
-from minisgl_backend.kernels.layer_states import LayerStates, PendingUpdates
+from minisgl_backend.kernels.layer_states import LayerStates, PendingUpdates, UnsettledTokens
 from minisgl_backend.kernels.mamba import MambaInputs, MambaWeights
+from minisgl_backend.kernels.settle import Settling, settle, settle_reference
 from minisgl_backend.plan import WHOLE_EVERY
+from tests.checks import Check, arranged, layered, nothing_kept, settling
 from tests.gpu.compare import TOLERANCE, assert_close, relative_error
 
 TINY = (2, 4, 24, 20)
@@ -253,6 +256,137 @@ def test_mamba_runs(
     assert torch.equal(states.conv, wanted.conv)
     for slot, matrix in enumerate(states.matrices):
         assert relative_error(matrix, wanted.matrices[slot]) < tolerance
+
+
+@pytest.mark.parametrize(
+    ("shape", "width", "state_dtype", "whole"),
+    [
+        *product(SHAPES, [4], [torch.float32], [True]),
+        (SEVERAL_PROGRAMS, 2, torch.float32, True),
+        (TINY, 4, torch.float32, False),
+        *((TINY, 4, each, True) for each in OF_16_BITS),
+    ],
+)
+def test_mamba_checks(
+    device: torch.device,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    width: int,
+    state_dtype: torch.dtype,
+    whole: bool,
+) -> None:
+    """Steps leave updates pending; then each row has a check, some of whose tokens count, and goes
+    on. If not ``whole``, the weights have neither a norm nor the convolution's bias, and the steps
+    dt have limits."""
+    weights = made_weights(shape, device, dtype, width=width)
+    if not whole:
+        weights = replace(weights, conv_bias=None, norm=None, time_steps=(0.25, 0.75))
+    states, wanted = made_states(shape, 8, device, dtype, width=width, state_dtype=state_dtype)
+    tolerance = 2 * max(TOLERANCE[dtype], TOLERANCE[state_dtype])
+    rows = torch.tensor([7, 2, 4, 0], device=device)
+    # some write their states on the way
+    positions = torch.arange(6, 10, dtype=torch.int32, device=device)
+    for of_pending in (states.pending.keys, states.pending.values, states.pending.decays):
+        of_pending.fill_(torch.nan)  # left by other requests
+    states.pending.begins[rows] = positions[:, None] % WHOLE_EVERY
+
+    def step() -> None:
+        inputs = made_inputs(shape, len(rows), device, dtype)
+        out, expected = (torch.empty_like(inputs.z).contiguous() for _ in range(2))
+        mamba.mamba_step_reference(expected, inputs, weights, wanted, rows)
+        mamba.mamba_step(out, inputs, weights, states, rows, positions, leaves=True)
+        assert_close(out, expected, tolerance=tolerance)
+        positions.add_(1)
+
+    for _ in range(3):
+        step()
+    rest = [
+        Check(length, slot, place, position)
+        for length, slot, place, position in zip(
+            (1, 8, 2, 5), rows.tolist(), (3, 0, 4, 1), positions.tolist(), strict=True
+        )
+    ]
+    steps_checks = (rest[0], Check(2), *rest[1:], Check(1))
+    slots, checks, of_tokens = arranged(steps_checks, device)
+    groups = shape[0]
+    states, wanted = (
+        replace(each, unsettled=nothing_kept(each, groups, 5, 8)) for each in (states, wanted)
+    )
+    kept, expected_kept = states.unsettled, wanted.unsettled
+    assert kept is not None and expected_kept is not None
+    begun = [of.clone() for of in (states.conv, states.matrices, states.pending.begins)]
+    inputs = made_inputs(shape, len(slots) + 2, device, dtype)
+    out, expected = (torch.full_like(inputs.z, 7.0).contiguous() for _ in range(2))
+    mamba.mamba_checks_reference(expected, inputs, weights, wanted, slots, checks)
+    mamba.mamba_checks(out, inputs, weights, states, slots, checks, of_tokens)
+    assert_close(out, expected, tolerance=tolerance)
+    assert (out[len(slots) :] == 7).all() and not out[: len(slots)][slots < 0].any()
+    for found, right in zip(
+        (states.conv, states.matrices, states.pending.begins), begun, strict=True
+    ):
+        assert torch.equal(found, right)
+    for check in rest:
+        own = check.place, slice(check.length)
+        assert torch.equal(kept.inputs[own], expected_kept.inputs[own])
+        assert relative_error(kept.keys[own], expected_kept.keys[own]) < TOLERANCE[dtype]
+        assert relative_error(kept.values[own], expected_kept.values[own]) < TOLERANCE[dtype]
+        assert relative_error(kept.decays[own], expected_kept.decays[own]) < 1e-5
+    counts = settling(steps_checks, 4, device)
+    settle(*layered(states), counts, keys_are_lines=False)
+    settle_reference(*layered(wanted), counts, keys_are_lines=False)
+    assert torch.equal(states.conv, wanted.conv)
+    for slot in rows.tolist():
+        error = relative_error(states.matrices[slot], wanted.matrices[slot])
+        assert error < 2 * max(1e-3, TOLERANCE[state_dtype])
+    unused = [1, 3, 5, 6]
+    assert torch.equal(states.matrices[unused], wanted.matrices[unused])
+    positions += counts.counts
+    step()
+
+
+def test_updates_are_settled_in_all_layers(device: torch.device) -> None:
+    """One row has updates pending, one has none, and others have no check. Some columns are left
+    for a second program."""
+    layers, slots, rows, groups, heads, values, keys, channels, width = 3, 5, 4, 2, 4, 12, 40, 9, 4
+    draw = torch.Generator().manual_seed(3)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=draw).to(device)
+
+    conv, matrices = (
+        drawn(slots, layers, channels, width - 1),
+        drawn(slots, layers, heads, values, keys),
+    )
+    pending = PendingUpdates(
+        drawn(layers, rows, groups, WHOLE_EVERY, keys),
+        drawn(layers, rows, heads, WHOLE_EVERY, values),
+        -drawn(layers, rows, heads, WHOLE_EVERY).abs().cumsum(-1),
+        torch.full((layers, rows, heads), 6, dtype=torch.int32, device=device),
+    )
+    pending.begins[:, 2] = 1
+    kept = UnsettledTokens(
+        drawn(layers, 3, 8, channels),
+        drawn(layers, 3, 8, groups, keys),
+        drawn(layers, 3, 8, heads, values),
+        -drawn(layers, 3, 8, heads, 1).abs().cumsum(2),
+    )
+    wanted_conv, wanted = conv.clone(), matrices.clone()
+    wanted_pending = replace(pending, begins=pending.begins.clone())
+    decays = pending.decays[:, 2]
+    wanted[2] *= decays[..., 4, None, None].exp()
+    for place in range(1, 5):
+        left = (decays[..., 4] - decays[..., place]).exp()[..., None, None]
+        own = pending.keys[:, 2, :, place].repeat_interleave(heads // groups, dim=1)
+        wanted[2] += left * pending.values[:, 2, :, place, :, None] * own[:, :, None]
+    checks = Settling.of(
+        [(2, 1, 13, 8), (0, 2, 22, 2)], lambda array: torch.from_numpy(array).to(device)
+    )
+    settle_reference(wanted_conv, wanted, wanted_pending, kept, checks, keys_are_lines=False)
+    settle(conv, matrices, pending, kept, checks, keys_are_lines=False)
+    assert torch.equal(conv, wanted_conv)
+    assert relative_error(matrices, wanted) < 1e-5
+    assert torch.equal(pending.begins, wanted_pending.begins)
+    assert pending.begins[:, :, 0].tolist() == [[0, 6, 5, 6]] * layers
 
 
 @pytest.mark.parametrize("state_dtype", OF_16_BITS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,8 +12,8 @@ from minisgl_backend.kernels.dispatch import is_interpreted
 from minisgl_backend.kernels.layer_states import PendingUpdates
 from minisgl_backend.kernels.settle import Settling, settle, settle_reference
 from minisgl_backend.plan import WHOLE_EVERY
+from tests.checks import filled, no_updates, unsettled_tokens
 from tests.gpu.compare import TOLERANCE, relative_error
-from tests.unit.kernels.checks import filled, no_updates, unsettled_tokens
 
 LAYERS, SLOTS, ROWS, CHANNELS = 3, 7, 6, 300
 CHECKS = [(4, 1, 13, 8), (0, 3, 30, 1), (5, 0, 2 * WHOLE_EVERY, 3), (2, 4, WHOLE_EVERY + 6, 2)]
@@ -89,7 +91,10 @@ def test_settle(
         ).to(state_dtype)
     settling = Settling.of(CHECKS, lambda array: torch.from_numpy(array).to(device))
     begun, wanted_conv = matrices.clone(), conv.clone()
-    settle_reference(wanted_conv, whole, unsettled, settling, keys_are_lines=keys_are_lines)
+    settled = replace(pending, begins=pending.begins.clone())
+    settle_reference(
+        wanted_conv, whole, settled, unsettled, settling, keys_are_lines=keys_are_lines
+    )
     settle(conv, matrices, pending, unsettled, settling, keys_are_lines=keys_are_lines)
     assert torch.equal(conv, wanted_conv)
     for row, _, start, count in CHECKS:

@@ -1,7 +1,9 @@
-"""Gated short convolutions for one token a row, and for runs of tokens, against the twins."""
+"""Gated short convolutions for one token a row, for runs of tokens, and for checks of guesses,
+against the twins."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -11,7 +13,10 @@ from torch import Tensor
 from minisgl_backend.kernels import short_conv
 from minisgl_backend.kernels.delta_runs import Run, Runs, num_blocks, runs_table
 from minisgl_backend.kernels.dispatch import is_interpreted
+from minisgl_backend.kernels.layer_states import LayerStates, PendingUpdates
+from minisgl_backend.kernels.settle import settle
 from minisgl_backend.kernels.short_conv import ShortConvInputs
+from tests.checks import CHECKS, arranged, layered, nothing_kept, settling
 from tests.gpu.compare import TOLERANCE, relative_error
 from tests.gpu.test_kernels_mamba import RUNS
 
@@ -87,3 +92,42 @@ def test_short_conv_runs(
     assert not out[: runs[0].begin].any() and not out[end:].any()
     assert relative_error(out, expected) < 2 * TOLERANCE[dtype]
     assert torch.equal(states, wanted)
+
+
+@pytest.mark.parametrize(
+    ("channels", "width", "biased"), [*product(CHANNELS[:2], [2, 3, 7], [0, 1])]
+)
+def test_short_conv_checks(
+    device: torch.device, dtype: torch.dtype, channels: int, width: int, biased: int
+) -> None:
+    """Results are those of steps, and so are states when four tokens of each check count."""
+    weight, bias = made_weights(channels, width, device, dtype)
+    weights = weight, bias if biased else None
+    conv, wanted = made_states(channels, width, device, dtype)
+    begun = conv.clone()
+    states = LayerStates(
+        conv,
+        torch.empty(8, 0, 0, 0, device=device),
+        PendingUpdates.none(8, 0, 0, 0, 0, device),
+    )
+    states = replace(states, unsettled=nothing_kept(states, 0, 5, 8))
+    slots, checks, _ = arranged(CHECKS, device)
+    inputs = made_inputs(channels, len(slots) + 3, device, dtype)
+    out, expected = (torch.full_like(inputs.x, 7.0).contiguous() for _ in range(2))
+    short_conv.short_conv_checks(out, inputs, *weights, states, slots, checks)
+    assert torch.equal(conv, begun)
+    expected[: len(slots)] = 0.0
+    for begin, length, _ in checks.listed():
+        own = slots[begin : begin + 1]
+        for token in range(begin, begin + length):
+            if token == begin + 4:
+                kept = wanted[own].clone()
+            one = slice(token, token + 1)
+            part = ShortConvInputs(inputs.b[one], inputs.c[one], inputs.x[one])
+            short_conv.short_conv_step_reference(expected[one], part, *weights, wanted, own)
+        if length > 4:
+            wanted[own] = kept
+    assert relative_error(out, expected) < 2 * TOLERANCE[dtype]
+    assert not out[: len(slots)][slots < 0].any() and (out[len(slots) :] == 7).all()
+    settle(*layered(states), settling(CHECKS, 4, device), keys_are_lines=True)
+    assert torch.equal(conv, wanted)

@@ -233,7 +233,7 @@ class Guesses(ExecutorWrapper):
         self.made: list[list[int]] = []
 
     def launch(self, plan: StepPlan) -> Pending:
-        self.made += [guesses.tolist() for guesses in plan.chunks.guesses().values()]
+        self.made += [guesses.tolist() for guesses in plan.checks.guesses().values()]
         return super().launch(plan)
 
 
@@ -314,12 +314,13 @@ class PoisonedExecutor(ExecutorWrapper):
 
     def launch(self, plan: StepPlan) -> Pending:
         step = super().launch(plan)
-        counts = np.where(np.isin(plan.chunks.rows, plan.masked_rows), plan.chunks.num_sampled, 0)
+        checks = plan.checks
+        counts = np.where(np.isin(checks.rows, plan.masked_rows), checks.lengths, 0)
         if self.was_met or not (counts > 3).any():
             return step
         self.was_met = True
-        chunk = int(np.argmax(counts > 3))
-        return NotFinite(step, int(plan.chunks.num_sampled[:chunk].sum()) + 2)
+        first = int(np.argmax(counts > 3))
+        return NotFinite(step, int(checks.lengths[:first].sum()) + 2)
 
 
 def test_a_request_fails_alone_if_logits_after_a_guess_are_not_finite(plain: list[Answer]) -> None:

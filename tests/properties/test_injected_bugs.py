@@ -24,8 +24,10 @@ from minisgl_backend.errors import InvariantError
 from minisgl_backend.plan import Groups, SampledTokens, StepPlan
 from minisgl_backend.request import EMPTY, IntArray, PromptLogprobs, RequestId
 from minisgl_backend.scheduling.draft import Draft
+from minisgl_backend.scheduling.guesses import Guesser
 from minisgl_backend.scheduling.intake import Intake
 from minisgl_backend.scheduling.lifecycle import Lifecycle
+from minisgl_backend.scheduling.lookahead import Lookahead
 from minisgl_backend.scheduling.report import StepResult
 from minisgl_backend.scheduling.running import RunningRows
 from minisgl_backend.scheduling.sequence import Phase, Sequence
@@ -236,11 +238,7 @@ def window_line_not_written(patch: pytest.MonkeyPatch) -> None:
 def wrong_guesses_not_taken_back(patch: pytest.MonkeyPatch) -> None:
     """A row decodes on after all its guesses, the wrong ones included."""
 
-    def go_on(self: RunningRows, row: int, *, lag: int) -> None:
-        self.lag[row] = lag
-        self.start_decoding(row)
-
-    patch.setattr(RunningRows, "go_on_from_guesses", go_on)
+    patch.setattr(RunningRows, "go_on_from_guesses", RunningRows.start_decoding)
 
 
 def accepted_after_a_wrong_guess(patch: pytest.MonkeyPatch) -> None:
@@ -253,44 +251,53 @@ def accepted_after_a_wrong_guess(patch: pytest.MonkeyPatch) -> None:
         tokens: SampledTokens,
         scored: list[tuple[RequestId, PromptLogprobs]],
     ) -> StepResult:
-        chunks, believed = plan.chunks, plan.chunks.tokens.copy()
-        ends, sample_ends = np.cumsum(chunks.lengths), np.cumsum(chunks.num_sampled)
-        for chunk in np.flatnonzero(chunks.have_guesses):
-            num_guesses, last = chunks.num_sampled[chunk] - 1, sample_ends[chunk] - 1
-            of_samples = tokens.token_ids[last - num_guesses : last]
-            believed[ends[chunk] - num_guesses : ends[chunk]] = of_samples
-        plan = replace(plan, chunks=replace(chunks, tokens=believed))
+        checks, believed = plan.checks, plan.checks.tokens.copy()
+        believed[1:] = tokens.token_ids[: len(believed) - 1]
+        plan = replace(plan, checks=replace(checks, tokens=believed))
         return take(self, plan, tokens, scored)
 
     patch.setattr(Intake, "_take_guessed", believe)
 
 
-def states_not_caught_up(patch: pytest.MonkeyPatch) -> None:
-    """Right guesses are taken to be in a row's recurrent state, which stopped before them."""
+def one_right_guess_forgotten(patch: pytest.MonkeyPatch) -> None:
+    """A row goes on one position before the one that its right guesses reach."""
     go_on = RunningRows.go_on_from_guesses
-    patch.setattr(
-        RunningRows, "go_on_from_guesses", lambda self, row, *, lag: go_on(self, row, lag=0)
-    )
 
+    def too_early(self: RunningRows, row: int) -> None:
+        go_on(self, row)
+        if self.decoding[row]:
+            self.planned[row] -= 1
 
-def states_caught_up_too_far(patch: pytest.MonkeyPatch) -> None:
-    """A row's recurrent state is said to have taken in one token less than it has."""
-    go_on = RunningRows.go_on_from_guesses
-    patch.setattr(
-        RunningRows,
-        "go_on_from_guesses",
-        lambda self, row, *, lag: go_on(self, row, lag=lag + (lag > 0)),
-    )
+    patch.setattr(RunningRows, "go_on_from_guesses", too_early)
 
 
 def kept_with_guesses(patch: pytest.MonkeyPatch) -> None:
-    """The state of a row is kept after guesses, right or wrong."""
-    keep = StateSnapshots.keep_in_chunk
+    """Guesses pass the position at which the state of a row is kept, and it is kept after them."""
+    keep, kept_next = StateSnapshots.keep, StateSnapshots.kept_next
 
-    def further(self: StateSnapshots, row: int, start: int, end: int, draft: Draft) -> None:
-        keep(self, row, start, start + len(draft._tokens[-1]), draft)
+    def when_passed(
+        self: StateSnapshots, rows: IntArray, positions: IntArray, draft: Draft
+    ) -> None:
+        keep(self, rows, np.minimum(positions, self._rows.keeps_at[rows]), draft)
 
-    patch.setattr(StateSnapshots, "keep_in_chunk", further)
+    def further(self: StateSnapshots, row: int, position: int) -> int:
+        return kept_next(self, row, position) + self._kept_every
+
+    patch.setattr(StateSnapshots, "keep", when_passed)
+    patch.setattr(StateSnapshots, "kept_next", further)
+
+
+def guessed_beside_many(patch: pytest.MonkeyPatch) -> None:
+    """Rows have guesses, however many there are."""
+    of_rows = Guesser.of_rows
+
+    def of_any(
+        self: Guesser, ready: IntArray, lookahead: Lookahead | None = None
+    ) -> dict[int, IntArray]:
+        self._max_rows = len(self._rows.sequences)
+        return of_rows(self, ready, lookahead)
+
+    patch.setattr(Guesser, "of_rows", of_any)
 
 
 def without_guards(patch: pytest.MonkeyPatch) -> None:
@@ -330,9 +337,9 @@ BUGS: dict[Inject, int] = {
 BUGS_OF_GUESSES: dict[Inject, int] = {
     wrong_guesses_not_taken_back: 0,
     accepted_after_a_wrong_guess: 0,
-    states_not_caught_up: 11,
-    states_caught_up_too_far: 11,
-    kept_with_guesses: 142,
+    one_right_guess_forgotten: 0,
+    kept_with_guesses: 11,
+    guessed_beside_many: 21,
 }
 """The same in workloads with guesses."""
 ALL_BUGS = BUGS | BUGS_OF_GUESSES

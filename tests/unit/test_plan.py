@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from minisgl_backend.plan import (
     Admission,
+    Checks,
     Decodes,
     Draws,
     PromptChunks,
@@ -100,7 +101,7 @@ def test_a_sampled_row_is_a_last_chunk_or_decodes() -> None:
             rows=np.array([4, 2, 3], dtype=np.int32),
             starts=np.array([0, 8, 0], dtype=np.int32),
             lengths=np.array([2, 1, 3], dtype=np.int32),
-            num_sampled=np.array([1, 0, 1], dtype=np.int32),
+            are_last=np.array([1, 0, 1], dtype=np.int32),
             tokens=np.arange(6, dtype=np.int32),
         ),
         decodes=Decodes(
@@ -115,18 +116,28 @@ def test_a_sampled_row_is_a_last_chunk_or_decodes() -> None:
 def test_a_row_with_guesses_is_sampled_after_each_token() -> None:
     plan = StepPlan(
         step=0,
+        checks=Checks(
+            rows=np.array([4, 6], dtype=np.int32),
+            starts=np.array([20, 3], dtype=np.int32),
+            lengths=np.array([3, 2], dtype=np.int32),
+            tokens=np.arange(10, 15, dtype=np.int32),
+        ),
         chunks=PromptChunks(
-            rows=np.array([4, 2, 3], dtype=np.int32),
-            starts=np.array([20, 8, 0], dtype=np.int32),
-            lengths=np.array([3, 2, 4], dtype=np.int32),
-            num_sampled=np.array([3, 0, 1], dtype=np.int32),
-            tokens=np.arange(9, dtype=np.int32),
+            rows=np.array([2, 3], dtype=np.int32),
+            starts=np.array([8, 0], dtype=np.int32),
+            lengths=np.array([2, 4], dtype=np.int32),
+            are_last=np.array([0, 1], dtype=np.int32),
+            tokens=np.arange(6, dtype=np.int32),
         ),
         decodes=Decodes(rows=np.array([7], np.int32), positions=np.array([9], np.int32)),
     )
-    assert plan.chunks.have_guesses.tolist() == [True, False, False]
-    assert plan.sample_rows.tolist() == [4, 4, 4, 3, 7]
-    assert plan.sample_positions.tolist() == [21, 22, 23, 4, 10]
+    assert plan.checks.token_rows.tolist() == [4, 4, 4, 6, 6]
+    assert plan.checks.positions.tolist() == [20, 21, 22, 3, 4]
+    guesses = {row: of_row.tolist() for row, of_row in plan.checks.guesses().items()}
+    assert guesses == {4: [11, 12], 6: [14]}
+    assert plan.sample_rows.tolist() == [4, 4, 4, 6, 6, 3, 7]
+    assert plan.sample_positions.tolist() == [21, 22, 23, 4, 5, 4, 10]
+    assert plan.num_tokens == 12
 
 
 def test_some_samples_keep_what_came_with_them() -> None:

@@ -145,10 +145,9 @@ class _MarkedStep(PendingWrapper):
 
 def described(plan: StepPlan) -> str:
     """A step by what it computes, as ``decode 64`` or ``prefill 8192 + decode 3``."""
-    parts, lengths, are_guesses = [], plan.chunks.lengths, plan.chunks.have_guesses
-    for what, chunks in (("prefill", lengths[~are_guesses]), ("check", lengths[are_guesses])):
-        if len(chunks):
-            parts.append(f"{what} {chunks.sum()}")
-    if len(plan.decodes.rows):
-        parts.append(f"decode {len(plan.decodes.rows)}")
-    return " + ".join(parts) or "nothing"
+    counts = {
+        "prefill": len(plan.chunks.tokens),
+        "check": len(plan.checks.tokens),
+        "decode": len(plan.decodes.rows),
+    }
+    return " + ".join(f"{what} {count}" for what, count in counts.items() if count) or "nothing"

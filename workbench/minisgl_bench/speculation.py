@@ -1,13 +1,14 @@
 """`minisgl bench speculation`: what a step that checks guesses costs, beside a plain decode step.
 
 A bias forces one token, which prompts end with, so that all guesses are right and each step checks
-as many as it may. The same requests run in an engine that guesses nothing. The ratio of the two
-durations is the number of tokens that a check must give on average to save time.
+as many as it may: with recurrent states some check fewer. The same requests run in an engine that
+guesses nothing. The ratio of the two durations is the number of tokens that a check must give on
+average to save time.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -31,12 +32,17 @@ _FORCED: Final = SamplingParams(temperature=0.0, logit_bias=((_TOKEN, 100.0),))
 _BATCHES: Final = (1, 2, 4, 8)
 
 
-def step_ms(
-    engine: Engine, batch: int, *, prompt_tokens: int, output_tokens: int, guesses: int
-) -> float:
-    """The mean duration of the steps of ``batch`` requests once all have their first token. Each
-    step gives each of them one token and all its ``guesses``, of which ``output_tokens``, less the
-    first, are a multiple."""
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """The mean duration of steps, and the mean number of tokens that one gives each request."""
+
+    ms: float
+    num_tokens: float
+
+
+def steps(engine: Engine, batch: int, *, prompt_tokens: int, output_tokens: int) -> Steps:
+    """The steps of ``batch`` requests once all have their first token. Each step gives each of them
+    one token and as many guesses."""
     rng = np.random.default_rng()  # no prompt may be in the prefix cache
     num_ids = num_drawn_ids(engine.info.vocab_size)
     prompts = []
@@ -44,10 +50,13 @@ def step_ms(
         tokens = rng.integers(0, num_ids, prompt_tokens, dtype=np.int32)
         tokens[-_REPEATED:] = _TOKEN
         prompts.append(Prompt(tokens, output_tokens))
+    num_right_before = engine.stats().scheduler.num_right_guesses
     sinks, _ = run_engine(engine, prompts, _FORCED)
+    num_right = engine.stats().scheduler.num_right_guesses - num_right_before
     last = max(sinks, key=lambda sink: sink.times_s[0])
-    num_steps = (output_tokens - 1) // (1 + guesses)
-    return 1e3 * (last.times_s[-1] - last.times_s[0]) / num_steps
+    num_tokens = output_tokens - 1
+    num_steps = num_tokens - num_right / batch
+    return Steps(1e3 * (last.times_s[-1] - last.times_s[0]) / num_steps, num_tokens / num_steps)
 
 
 @click.command(cls=EngineCommand)
@@ -79,41 +88,35 @@ def speculation(
     if output_tokens <= of_step:
         raise click.UsageError(f"--output-tokens must be above {of_step}, for a whole check")
     output_tokens = 1 + (output_tokens - 1) // of_step * of_step
-    _check_budget(options, max(batch_sizes), has_states=False)
+    _check_budget(options, max(batch_sizes))
     check_batches(batch_sizes, options)
 
-    def measured(options: EngineOptions) -> tuple[EngineInfo, list[float]]:
+    def measured(options: EngineOptions) -> tuple[EngineInfo, list[Steps]]:
         lengths = {"prompt_tokens": prompt_tokens, "output_tokens": output_tokens}
-        lengths["guesses"] = options.speculative_tokens
         with running_engine(options) as (engine, _):
-            has_states = engine.info.num_snapshots is not None
-            _check_budget(options, max(batch_sizes), has_states=has_states)
             for batch in batch_sizes:  # compiles the kernels that are left
-                step_ms(engine, batch, **lengths)
-            return engine.info, [step_ms(engine, batch, **lengths) for batch in batch_sizes]
+                steps(engine, batch, **lengths)
+            return engine.info, [steps(engine, batch, **lengths) for batch in batch_sizes]
 
     _, plain = measured(replace(options, speculative_tokens=0))
     info, checks = measured(options)
     report = Report("steps that check guesses", info=engine_facts(info, options))
-    guesses = options.speculative_tokens
-    for batch, plain_ms, check_ms in zip(batch_sizes, plain, checks, strict=True):
+    for batch, alone, check in zip(batch_sizes, plain, checks, strict=True):
         report.add(
             batch=batch,
-            guesses=guesses,
-            plain_ms=round(plain_ms, 3),
-            check_ms=round(check_ms, 3),
-            tokens_to_save_time=round(check_ms / plain_ms, 2),
-            times_as_fast_at_most=round((1 + guesses) * plain_ms / check_ms, 2),
+            guesses=options.speculative_tokens,
+            plain_ms=round(alone.ms, 3),
+            check_ms=round(check.ms, 3),
+            tokens_to_save_time=round(check.ms / alone.ms, 2),
+            times_as_fast_at_most=round(check.num_tokens * alone.ms / check.ms, 2),
         )
     report.emit(json_path)
 
 
-def _check_budget(options: EngineOptions, batch: int, *, has_states: bool) -> None:
-    """Refuse what would leave a step no room for all guesses of ``batch`` requests. With recurrent
-    states it computes the last ones again."""
-    tokens = 1 + options.speculative_tokens * (2 if has_states else 1)
-    least = 2 * batch * tokens
-    if options.speculative_tokens and least > options.max_prefill_tokens:
+def _check_budget(options: EngineOptions, batch: int) -> None:
+    """Refuse what would leave a step no room for all guesses of ``batch`` requests."""
+    least = 2 * batch * (1 + options.speculative_tokens)
+    if least > options.max_prefill_tokens:
         raise click.UsageError(
             f"--max-prefill-tokens must be at least {least}, so that a step checks all guesses"
         )

@@ -76,7 +76,7 @@ def launch_conv_checks(
     silu: bool,
 ) -> None:
     """See ``minisgl_backend.kernels.causal_conv.causal_conv_checks``. ``checks`` are the lines of
-    ``Checks``."""
+    ``CheckedTokens``."""
     channels, width = weight.shape
     assert states[0].is_contiguous() and weight.is_contiguous() and out.is_contiguous()
     assert inputs.is_contiguous() and slots.is_contiguous() and x.stride(1) == 1

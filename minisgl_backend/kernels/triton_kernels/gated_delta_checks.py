@@ -240,7 +240,8 @@ def launch_checks(
     """See ``minisgl_backend.kernels.gated_delta.delta_checks``. ``channels`` have gone through the
     convolution. ``weights``: the decay's log rates and biases, and the norm's weight. ``states``
     are ``LayerStates.matrices``, ``pending`` the fields of a ``PendingUpdates``; ``unsettled``:
-    keys, values and decays of an ``UnsettledTokens``; ``checks`` are the lines of ``Checks``."""
+    keys, values and decays of an ``UnsettledTokens``; ``checks``: the lines of a
+    ``CheckedTokens``."""
     log_rates, biases, norm = weights
     keys, values, decays = unsettled
     num_tokens, (num_heads, key_dim, value_dim) = len(slots), states.shape[1:]

@@ -1,5 +1,9 @@
-"""Adds what tokens of checks keep for states (``kernels.settle``) to them, in two launches, one
-for matrices and one for the inputs of convolutions, of all layers each.
+"""Adds what tokens of checks keep for states (``kernels.settle``) to them, for all layers at once,
+in two launches:
+
+    _settle_matrices  the matrices, and their updates that were pending
+    _settle_inputs    the inputs of convolutions; and where updates of rows that may be pending
+                      begin, which all programs of the first launch have read by then
 """
 
 import triton
@@ -14,7 +18,14 @@ _PART: int = 32
 """Columns of a matrix that a program settles."""
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_places", "most_tokens"])
+_NUMBERS: list[str] = ["rows_ptr", "places_ptr", "starts_ptr", "counts_ptr"]
+"""Parts of one tensor, so their alignment depends on the number of checks."""
+
+
+@triton.jit(
+    do_not_specialize=["num_rows", "num_places", "most_tokens"],
+    do_not_specialize_on_alignment=_NUMBERS,
+)
 def _settle_matrices(
     states_ptr,
     pending_keys_ptr,
@@ -93,33 +104,49 @@ def _settle_matrices(
     tl.store(at, stored(state, states_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_places", "most_tokens"])
+@triton.jit(
+    do_not_specialize=["num_rows", "num_places", "most_tokens"],
+    do_not_specialize_on_alignment=_NUMBERS,
+)
 def _settle_inputs(
     states_ptr,
+    begins_ptr,
     inputs_ptr,
     rows_ptr,
     places_ptr,
+    starts_ptr,
     counts_ptr,
     slot_stride,
+    num_rows,
     num_places,
     most_tokens,
     CHANNELS: tl.constexpr,
     WIDTH: tl.constexpr,
     PART: tl.constexpr,
+    HEADS: tl.constexpr,  # with updates that may be pending
+    EVERY: tl.constexpr,
 ):
     check, layer = tl.program_id(0), tl.program_id(1)
     row = tl.load(rows_ptr + check).to(tl.int64)
     place, count = tl.load(places_ptr + check).to(tl.int64), tl.load(counts_ptr + check)
+    if HEADS > 0 and tl.program_id(2) == 0:
+        next_place = (tl.load(starts_ptr + check) + count) % EVERY
+        head_ptr = begins_ptr + (layer.to(tl.int64) * num_rows + row) * HEADS
+        for head in tl.range(HEADS):
+            tl.store(head_ptr + head, next_place)
     c = tl.program_id(2) * PART + tl.arange(0, PART)
     mask = c < CHANNELS
     at = states_ptr + row * slot_stride + (layer * CHANNELS + c) * (WIDTH - 1)
     from_ptr = inputs_ptr + (layer * num_places + place) * most_tokens * CHANNELS + c
+    last = ()
     for tap in tl.static_range(WIDTH - 1):
         index = count - (WIDTH - 1) + tap
         x = tl.load(from_ptr + index * CHANNELS, mask=mask & (index >= 0), other=0.0)
-        # a later input, which the same thread has not overwritten yet
         old = tl.load(at + tap + count, mask=mask & (index < 0), other=0.0)
-        tl.store(at + tap, tl.where(index >= 0, x, old), mask=mask)
+        last += (tl.where(index >= 0, x, old),)  # type: ignore[assignment]  # as in ``conv_step``
+    tl.debug_barrier()  # a thread may replace what another one has read
+    for tap in tl.static_range(WIDTH - 1):
+        tl.store(at + tap, last[tap], mask=mask)
 
 
 def launch_settle(
@@ -134,48 +161,49 @@ def launch_settle(
     """See ``minisgl_backend.kernels.settle.settle``. ``pending``, ``unsettled`` and ``checks``: the
     fields of ``PendingUpdates``, ``UnsettledTokens`` and ``Settling``."""
     inputs, keys, values, decays = unsettled
-    rows, places, _, counts = checks
     assert all(of.is_contiguous() for of in (*pending, *unsettled, *checks))
     assert conv[0].is_contiguous() and matrices[0].is_contiguous()
+    num_checks, begins = len(checks[0]), pending[3]  # [num_layers, num_rows, num_heads]
     num_layers, num_places, most_tokens, channels = inputs.shape
-    part, width = 1024, conv.shape[3] + 1
-    _settle_inputs[(len(rows), num_layers, triton.cdiv(channels, part))](
+    num_heads, num_lines, num_columns = matrices.shape[2:]
+    if num_heads:
+        _settle_matrices[(num_checks, num_layers * num_heads, triton.cdiv(num_columns, _PART))](
+            matrices,
+            *pending,
+            keys,
+            values,
+            decays,
+            *checks,
+            matrices.stride(0),
+            begins.shape[1],
+            num_places,
+            most_tokens,
+            KEY_HEADS=keys.shape[3],
+            HEADS=num_heads,
+            K=keys.shape[4],
+            V=values.shape[4],
+            DECAYS=decays.shape[4],
+            LP=triton.next_power_of_2(num_lines),
+            PART=_PART,
+            EVERY=WHOLE_EVERY,
+            KEYS_ARE_LINES=keys_are_lines,
+            HAS_PENDING=begins.shape[2] > 0,
+            num_warps=4,
+        )
+    part = 1024
+    _settle_inputs[(num_checks, num_layers, triton.cdiv(channels, part))](
         conv,
+        begins,
         inputs,
-        rows,
-        places,
-        counts,
+        *checks,
         conv.stride(0),
+        begins.shape[1],
         num_places,
         most_tokens,
         CHANNELS=channels,
-        WIDTH=width,
+        WIDTH=conv.shape[3] + 1,
         PART=part,
-        num_warps=4,
-    )
-    num_heads, num_lines, num_columns = matrices.shape[2:]
-    if not num_heads:
-        return
-    _settle_matrices[(len(rows), num_layers * num_heads, triton.cdiv(num_columns, _PART))](
-        matrices,
-        *pending,
-        keys,
-        values,
-        decays,
-        *checks,
-        matrices.stride(0),
-        pending[3].shape[1],
-        num_places,
-        most_tokens,
-        KEY_HEADS=keys.shape[3],
-        HEADS=num_heads,
-        K=keys.shape[4],
-        V=values.shape[4],
-        DECAYS=decays.shape[4],
-        LP=triton.next_power_of_2(num_lines),
-        PART=_PART,
+        HEADS=begins.shape[2],
         EVERY=WHOLE_EVERY,
-        KEYS_ARE_LINES=keys_are_lines,
-        HAS_PENDING=pending[3].shape[2] > 0,
         num_warps=4,
     )

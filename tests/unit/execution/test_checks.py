@@ -2,75 +2,60 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
-import pytest
 
-from minisgl_backend.execution.checks import as_decodes
-from minisgl_backend.plan import LAST_TOKEN, NO_GROUPS, Decodes, Groups, PromptChunks, StepPlan
-from minisgl_backend.request import IntArray
-
-
-def ints(*values: int) -> IntArray:
-    return np.array(values, np.int32)
-
-
-def guesses(*chunks: tuple[int, int, tuple[int, ...]]) -> PromptChunks:
-    """Chunks of (row, start, tokens), with a sample after each token."""
-    rows, starts, tokens = zip(*chunks, strict=True)
-    lengths = ints(*map(len, tokens))
-    return PromptChunks(ints(*rows), ints(*starts), lengths, lengths, ints(*sum(tokens, ())))
+from minisgl_backend.execution.checks import are_decoded, as_decodes, check_lengths
+from minisgl_backend.plan import LAST_TOKEN, Checks, Groups
+from tests.unit.execution.test_flat_batch import ints, plan_of
 
 
 def test_each_token_is_like_a_row_of_its_own() -> None:
-    plan = StepPlan(
-        step=0,
-        chunks=guesses((3, 9, (5, 6, 7)), (0, 2, (8, 9))),
-        decodes=Decodes(ints(1, 2), ints(20, 30)),
-    )
-    decodes, tokens, groups = as_decodes(plan, None)
+    plan = plan_of([], [(1, 20), (2, 30)], [(3, 9, 3), (0, 2, 2)])
+    decodes, tokens, groups = as_decodes(plan, with_checks=True)
     assert decodes.rows.tolist() == [3, 3, 3, 0, 0, 1, 2] == plan.sample_rows.tolist()
     assert decodes.positions.tolist() == [9, 10, 11, 2, 3, 20, 30]
-    assert tokens.tolist() == [5, 6, 7, 8, 9, LAST_TOKEN, LAST_TOKEN]
+    assert tokens.tolist() == [100, 101, 102, 103, 104, LAST_TOKEN, LAST_TOKEN]
     assert not len(groups.sizes)
     assert {of.dtype for of in (decodes.rows, decodes.positions, tokens)} == {np.dtype(np.int32)}
+    assert check_lengths(plan).tolist() == [3, 2, 1, 1]
 
 
 def test_decoding_rows_keep_their_groups() -> None:
-    plan = StepPlan(
-        step=0,
-        chunks=guesses((3, 1, (5, 6)), (4, 40, (7, 8))),
-        decodes=Decodes(ints(1, 2, 0), ints(20, 30, 25)),
+    plan = replace(
+        plan_of([], [(1, 20), (2, 30), (0, 25)], [(3, 1, 2), (4, 40, 2)]),
         groups=Groups(ints(2), ints(0), ints(5), ints(0, 2)),
     )
-    _, _, groups = as_decodes(plan, None)
-    assert (groups.sizes.tolist(), groups.ends.tolist()) == ([2], [5])
-    assert groups.members.tolist() == [6, 5], "rows 0 and 2 are at these indices"
+    for with_checks, members in ((True, [6, 5]), (False, [2, 1])):
+        _, _, groups = as_decodes(plan, with_checks=with_checks)
+        assert (groups.sizes.tolist(), groups.ends.tolist()) == ([2], [5])
+        assert groups.members.tolist() == members, "rows 0 and 2 are at these indices"
+
+
+def test_checks_may_be_left_to_others() -> None:
+    plan = plan_of([(5, 0, 4, 1)], [(1, 20), (2, 30)], [(3, 9, 3)])
+    decodes, tokens, _ = as_decodes(plan, with_checks=False)
+    assert decodes.rows.tolist() == [1, 2]
+    assert tokens.tolist() == [LAST_TOKEN] * 2
+
+
+def test_steps_without_guesses_have_no_lengths() -> None:
+    plan = plan_of([], [(1, 20), (2, 30)])
+    decodes, tokens, _ = as_decodes(plan, with_checks=True)
+    assert (decodes.rows.tolist(), tokens.tolist()) == ([1, 2], [LAST_TOKEN] * 2)
+    assert not len(check_lengths(plan))
+    assert are_decoded(plan.checks, 0)
 
 
 def test_a_long_context_is_not_read_again_for_each_guess() -> None:
-    plan = StepPlan(step=0, chunks=guesses((3, 100, (5, 6, 7)), (4, 40, (7, 8))))
-    for most, fits in ((240, True), (239, False)):
-        decodes, _, _ = as_decodes(plan, most)
-        assert len(decodes.rows) == (5 if fits else 0)
-
-
-@pytest.mark.parametrize("num_sampled", [0, 1])
-def test_chunks_of_prompts_are_not_decoded(num_sampled: int) -> None:
-    both = guesses((3, 9, (5, 6, 7)), (0, 2, (8,)))
-    counts = ints(3, num_sampled)
-    chunks = PromptChunks(both.rows, both.starts, both.lengths, counts, both.tokens)
-    decodes, tokens, groups = as_decodes(StepPlan(step=0, chunks=chunks), None)
-    assert not len(decodes.rows) and not len(tokens) and groups is NO_GROUPS
-
-
-def test_known_tokens_before_the_last_one_are_not_decoded() -> None:
-    check = guesses((3, 9, (5, 6, 7)))
-    chunks = PromptChunks(check.rows, check.starts, check.lengths, ints(2), check.tokens)
-    decodes, _, _ = as_decodes(StepPlan(step=0, chunks=chunks), None)
-    assert not len(decodes.rows)
+    checks = plan_of([], [], [(3, 100, 3), (4, 40, 2)]).checks
+    assert are_decoded(checks, 240) and are_decoded(checks, None)
+    assert not are_decoded(checks, 239)
 
 
 def test_the_positions_that_many_rows_read_again_are_counted_in_full() -> None:
-    many = [(row, 200_000, tuple(range(65))) for row in range(256)]
-    decodes, _, _ = as_decodes(StepPlan(step=0, chunks=guesses(*many)), 2**31)
-    assert not len(decodes.rows)
+    rows = np.arange(256, dtype=np.int32)
+    starts, lengths = np.full_like(rows, 200_000), np.full_like(rows, 65)
+    checks = Checks(rows, starts, lengths, np.zeros(256 * 65, np.int32))
+    assert not are_decoded(checks, 2**31)

@@ -208,7 +208,7 @@ class Layers:
         inputs = ChunkInputs.of(torch.from_numpy(content), size, MAX_ROWS)
         if self.states is not None:
             room = partial(max_chunks, max_rows=MAX_ROWS)
-            captured = CapturedRuns(self.states, self.device, room, 128, most_checks=1)
+            captured = CapturedRuns(self.states, self.device, room, 128)
             assert captured.fits(batch, size)
             captured.write(batch, size)
             runs = captured.view(size)
@@ -313,13 +313,14 @@ def test_guesses_are_alike_as_chunks_and_as_decoding_rows(
     write_checkpoint(case, tmp_path)
     layers = Layers(tmp_path)
     layers.over_batch(plan_of([(1, 0, 20, 1), (2, 0, 3, 1), (0, 0, 9, 1)], []))
-    plan = plan_of([(1, 20, 6, 6), (2, 3, 2, 2)], [(0, 9)])
+    plan = plan_of([], [(0, 9)], [(1, 20, 6), (2, 3, 2)])
+    plan.checks.tokens[:] = torch.arange(8).numpy()
     layers.rows.table.tokens[0], layers.rows.table.lengths[0] = 11, 9
     before = layers.copy_of_memory()
     expected = layers.over_batch(plan).roll(-1, 0)  # decoding rows come first there
     after = layers.copy_of_memory()
     layers.go_back(before)
-    decodes, tokens, _ = as_decodes(plan, None)
+    decodes, tokens, _ = as_decodes(plan, with_checks=True)
     torch.testing.assert_close(layers.over_decodes(decodes, tokens), expected, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(layers.memory, after, atol=1e-4, rtol=1e-4)
 

@@ -28,6 +28,7 @@ from minisgl_backend.parallel.group import OneRank
 from minisgl_backend.plan import (
     NO_TOKEN,
     Admission,
+    Checks,
     Copies,
     Decodes,
     Grants,
@@ -249,17 +250,11 @@ def test_guesses_are_checked_by_what_decoding_samples(
         expected[0]
     ]
     wrong = (expected[3] + 1) % POISON
-    chunk = _chunk(0, 6, (*expected[:3], wrong, 5))
     step = driver.launch(
         admissions=(_admission(row=1, num_prompt_tokens=3),),
         grants=_grants(1, 11, 12, 13),
-        chunks=PromptChunks(
-            rows=np.append(chunk.rows, _ints(1)),
-            starts=np.append(chunk.starts, _ints(0)),
-            lengths=np.append(chunk.lengths, _ints(3)),
-            num_sampled=_ints(5, 1),
-            tokens=np.append(chunk.tokens, _ints(*OTHER)),
-        ),
+        checks=Checks(_ints(0), _ints(6), _ints(5), _ints(*expected[:3], wrong, 5)),
+        chunks=_chunk(1, 0, OTHER),
     ).tokens()
     sampled: list[int] = step.token_ids.tolist()
     assert sampled[:3] == expected[1:4]
@@ -370,7 +365,7 @@ def test_close_waits_and_may_be_repeated(executor: ModelExecutor) -> None:
 
 def test_chunks_of_dummy_steps_lie_within_a_section(executor: ModelExecutor) -> None:
     stages, lengths = executor.stages, []
-    stages.limits = replace(stages.limits, section=24)
+    stages.limits = replace(stages.limits, section=24, most_guesses=0)
 
     def layers(batch: FlatBatch) -> Tensor:
         lengths.append(np.diff(batch.chunk_offsets).tolist())
@@ -405,7 +400,8 @@ def test_the_largest_dummy_step_has_as_many_guesses_as_there_may_be(
 
     def layers(batch: FlatBatch) -> Tensor:
         of_chunks = batch.sample_indices[batch.sample_indices >= batch.num_decodes]
-        num_samples.append(np.histogram(of_chunks, batch.chunk_offsets)[0].tolist())
+        counts = np.histogram(of_chunks, batch.chunk_offsets)[0]
+        num_samples.append(sorted(counts.tolist(), reverse=True))
         return stages.forward.over_batch(batch)
 
     executor.device.submit(WarmUp(stages, layers).largest).result()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from minisgl_backend.execution.flat_batch import FlatBatch
-from minisgl_backend.plan import LAST_TOKEN, Decodes, Groups, PromptChunks, StepPlan
+from minisgl_backend.plan import LAST_TOKEN, Checks, Decodes, Groups, PromptChunks, StepPlan
 from minisgl_backend.request import IntArray
 
 
@@ -16,21 +17,37 @@ def ints(*values: int) -> IntArray:
     return np.array(values, np.int32)
 
 
-def plan_of(chunks: list[tuple[int, int, int, int]], decodes: list[tuple[int, int]]) -> StepPlan:
-    """Chunks of (row, start, length, number of samples), and decodes of (row, position)."""
-    rows, starts, lengths, num_sampled = zip(*chunks, strict=True) if chunks else ((), (), (), ())
-    decode_rows, positions = zip(*decodes, strict=True) if decodes else ((), ())
+def plan_of(
+    chunks: list[tuple[int, int, int, int]],
+    decodes: list[tuple[int, int]],
+    checks: Sequence[tuple[int, int, int]] = (),
+) -> StepPlan:
+    """Chunks of (row, start, length, whether it is the last), decodes of (row, position), and
+    checks of (row, start, length). Tokens are numbered from 0 on, those of checks from 100 on."""
+    rows, starts, lengths, are_last = _columns(chunks, 4)
+    check_rows, check_starts, check_lengths = _columns(checks, 3)
+    decode_rows, positions = _columns(decodes, 2)
     return StepPlan(
         step=0,
-        chunks=PromptChunks(
-            rows=ints(*rows),
-            starts=ints(*starts),
-            lengths=ints(*lengths),
-            num_sampled=ints(*num_sampled),
-            tokens=ints(*range(sum(lengths))),
+        checks=Checks(
+            rows=check_rows,
+            starts=check_starts,
+            lengths=check_lengths,
+            tokens=ints(*range(100, 100 + check_lengths.sum())),
         ),
-        decodes=Decodes(rows=ints(*decode_rows), positions=ints(*positions)),
+        chunks=PromptChunks(
+            rows=rows,
+            starts=starts,
+            lengths=lengths,
+            are_last=are_last,
+            tokens=ints(*range(lengths.sum())),
+        ),
+        decodes=Decodes(rows=decode_rows, positions=positions),
     )
+
+
+def _columns(lines: Sequence[tuple[int, ...]], width: int) -> list[IntArray]:
+    return list(np.array(lines, np.int32).reshape(len(lines), width).T)
 
 
 @pytest.mark.parametrize(
@@ -45,13 +62,6 @@ def plan_of(chunks: list[tuple[int, int, int, int]], decodes: list[tuple[int, in
             [5, 7, 0, 1],
         ),
         ([], [(2, 9), (0, 0)], [9, 0], [0, 1]),
-        ([(3, 8, 3, 3)], [], [8, 9, 10], [0, 1, 2]),
-        (
-            [(1, 7, 3, 3), (3, 0, 4, 1), (0, 4, 2, 2), (5, 1, 2, 0)],
-            [(2, 9), (4, 30)],
-            [9, 30, 7, 8, 9, 0, 1, 2, 3, 4, 5, 1, 2],
-            [2, 3, 4, 8, 9, 10, 0, 1],
-        ),
     ],
 )
 def test_tokens_and_samples_of_a_step(
@@ -81,7 +91,8 @@ def test_tokens_of_decoding_rows_are_known_to_the_device() -> None:
     plan = plan_of([(3, 0, 2, 1)], [(1, 7), (2, 9)])
     tokens = plan.chunks.tokens.tolist()
     assert FlatBatch.of(plan).tokens.tolist() == [LAST_TOKEN, LAST_TOKEN, *tokens]
-    assert FlatBatch.of_decodes(plan.decodes).tokens.tolist() == [LAST_TOKEN, LAST_TOKEN]
+    alone = FlatBatch.of(replace(plan, chunks=PromptChunks()))
+    assert alone.tokens.tolist() == [LAST_TOKEN, LAST_TOKEN]
 
 
 def test_an_empty_plan() -> None:
@@ -101,3 +112,51 @@ def test_groups_name_decoding_rows_by_their_tokens() -> None:
         assert groups.members.tolist() == [2, 0, 1, 1, 2]
         assert (groups.sizes.tolist(), groups.begins.tolist()) == ([3, 2], [0, 2])
         assert groups.ends.tolist() == [2, 3]
+
+
+CHECKED = replace(
+    plan_of([(3, 0, 4, 1), (5, 8, 2, 0)], [(2, 9), (4, 30)], [(1, 7, 3), (0, 4, 2)]),
+    groups=Groups(ints(2), ints(0), ints(1), ints(4, 2)),
+)
+"""Rows with guesses beside prompts and decoding rows."""
+
+
+@pytest.mark.parametrize("decodes_checks", [False, True])
+def test_samples_of_a_step_with_checks(decodes_checks: bool) -> None:
+    """Those of checks come first."""
+    batch = FlatBatch.of(CHECKED, decodes_checks=decodes_checks)
+    at = batch.sample_indices
+    assert batch.sample_rows.tolist() == [1, 1, 1, 0, 0, 3, 2, 4] == batch.rows[at].tolist()
+    assert batch.sample_positions.tolist() == [8, 9, 10, 5, 6, 4, 10, 31]
+    assert batch.sample_positions.tolist() == (batch.positions[at] + 1).tolist()
+    assert batch.tokens[at].tolist() == [*range(100, 105), 3, LAST_TOKEN, LAST_TOKEN]
+
+
+def test_checks_that_are_decoded_come_before_other_rows() -> None:
+    batch = FlatBatch.of(CHECKED, decodes_checks=True)
+    assert batch.rows.tolist() == [1, 1, 1, 0, 0, 2, 4, 3, 3, 3, 3, 5, 5]
+    assert batch.positions.tolist() == [7, 8, 9, 4, 5, 9, 30, 0, 1, 2, 3, 8, 9]
+    assert batch.check_lengths.tolist() == [3, 2, 1, 1]
+    assert batch.num_decodes == 7
+    assert (batch.chunk_rows.tolist(), batch.chunk_offsets.tolist()) == ([3, 5], [7, 11, 13])
+    assert batch.groups.members.tolist() == [6, 5]
+
+
+def test_checks_that_are_chunks_come_after_prompts() -> None:
+    """So others may refer to prompts by index."""
+    batch = FlatBatch.of(CHECKED)
+    assert batch.rows.tolist() == [2, 4, 3, 3, 3, 3, 5, 5, 1, 1, 1, 0, 0]
+    assert batch.positions.tolist() == [9, 30, 0, 1, 2, 3, 8, 9, 7, 8, 9, 4, 5]
+    assert not len(batch.check_lengths)
+    assert batch.num_decodes == 2
+    assert batch.chunk_rows.tolist() == [3, 5, 1, 0]
+    assert batch.chunk_ends.tolist() == [4, 10, 10, 6]
+    assert batch.chunk_offsets.tolist() == [2, 6, 8, 11, 13]
+    assert batch.groups.members.tolist() == [1, 0]
+
+
+def test_steps_without_guesses_have_no_checks() -> None:
+    plan = plan_of([(3, 0, 4, 1), (5, 8, 2, 0)], [(2, 9), (4, 30)])
+    batch = FlatBatch.of(plan, decodes_checks=True)
+    assert not len(batch.check_lengths)
+    assert batch.rows.tolist() == FlatBatch.of(plan).rows.tolist()

@@ -42,7 +42,7 @@ def storage() -> StateStorage:
 
 
 def test_chunks_are_runs(storage: StateStorage) -> None:
-    plan = plan_of([(4, 20, 7, 4), (2, 0, 5, 1), (6, 9, 3, 0), (1, 30, 2, 2)], [(0, 3), (3, 8)])
+    plan = plan_of([(4, 20, 7, 1), (2, 0, 5, 1), (6, 9, 3, 0), (1, 30, 2, 1)], [(0, 3), (3, 8)])
     snapshots = Snapshots(saved_chunks=ints(0, 1), saved_positions=ints(24, 4), saved=ints(2, 0))
     batch = FlatBatch.of(replace(plan, snapshots=snapshots))
     assert storage.runs_of(batch) == [
@@ -84,7 +84,7 @@ def test_a_slot_is_copied_in_all_layers(storage: StateStorage) -> None:
 def test_graphs_have_room_for_a_part_of_a_block_of_each_chunk(storage: StateStorage) -> None:
     """Not for two of all chunks, as where each keeps a snapshot that is not at its end."""
     room = partial(max_chunks, max_rows=NUM_ROWS)
-    captured = CapturedRuns(storage, CpuDevice(), room, 256, most_checks=0)
+    captured = CapturedRuns(storage, CpuDevice(), room, 256)
     plan = plan_of([(row, 40, 16, 1) for row in range(8)], [])
     batch, every = FlatBatch.of(plan), ints(*range(8))
     assert captured.fits(batch, 128)
@@ -97,7 +97,7 @@ def test_graphs_have_room_for_a_part_of_a_block_of_each_chunk(storage: StateStor
 
 def test_steps_of_all_sizes_share_a_buffer(storage: StateStorage) -> None:
     room = partial(max_chunks, max_rows=NUM_ROWS)
-    captured = CapturedRuns(storage, CpuDevice(), room, 256, most_checks=0)
+    captured = CapturedRuns(storage, CpuDevice(), room, 256)
     small = FlatBatch.of(plan_of([(1, 0, 20, 1)], [(0, 5)]))
     for size in (32, 256):
         captured.write(small, size)

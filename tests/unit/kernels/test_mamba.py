@@ -13,15 +13,19 @@ from transformers.models.nemotron_h import modeling_nemotron_h as theirs
 
 from minisgl_backend.kernels.causal_conv import causal_conv
 from minisgl_backend.kernels.delta_runs import Run, Runs
-from minisgl_backend.kernels.layer_states import LayerStates, PendingUpdates
+from minisgl_backend.kernels.layer_states import LayerStates, PendingUpdates, stored
 from minisgl_backend.kernels.mamba import (
     MambaInputs,
     MambaWeights,
+    mamba_checks,
     mamba_runs,
     mamba_step,
     scan,
     scan_step,
 )
+from minisgl_backend.kernels.settle import settle
+from minisgl_backend.plan import WHOLE_EVERY
+from tests.checks import CHECKS, arranged, layered, nothing_kept, settling
 
 GROUPS, HEADS, HEAD_DIM, STATE = 2, 4, 12, 16
 INNER, CHANNELS = HEADS * HEAD_DIM, HEADS * HEAD_DIM + 2 * GROUPS * STATE
@@ -166,3 +170,52 @@ def test_runs_give_what_steps_give() -> None:
                         of_slot[kept] = of_slot[run.slot]
     torch.testing.assert_close(states.conv, before.conv)
     torch.testing.assert_close(states.matrices, before.matrices, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_checks_give_what_steps_give(normed: bool, state_dtype: torch.dtype) -> None:
+    """They leave states as they are, whatever many of their tokens are added afterwards."""
+    draw = torch.Generator().manual_seed(5)
+    weights = replace(made_weights(draw), time_steps=(0.1, 2.0))
+    weights = weights if normed else replace(weights, norm=None)
+    slots, checks, positions = arranged(CHECKS)
+    num_tokens = len(slots) + 3  # the last ones are of others
+    z, channels = (torch.randn(num_tokens, width, generator=draw) for width in (INNER, CHANNELS))
+    steps = torch.randn(num_tokens, HEADS, generator=draw)
+    conv = torch.randn(6, CHANNELS, 3, generator=draw)
+    matrices = torch.randn(6, HEADS, HEAD_DIM, STATE, generator=draw).to(state_dtype)
+    states = made_states(conv.clone(), matrices.clone())
+    states = replace(states, unsettled=nothing_kept(states, GROUPS, 5, 8))
+    found = torch.full_like(z, 7.0)
+    mamba_checks(found, MambaInputs(z, channels, steps), weights, states, slots, checks, positions)
+    assert torch.equal(states.conv, conv) and torch.equal(states.matrices, matrices)
+    # after each token: the row's states, which are rounded only where slots hold them
+    after: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+    stepped = made_states(conv.clone(), matrices.clone().float())
+    expected = torch.zeros_like(z)
+    for begin, length, _ in checks.listed():
+        slot = slots[begin : begin + 1]
+        for count in range(1, length + 1):
+            one = slice(begin + count - 1, begin + count)
+            of_token = MambaInputs(z[one], channels[one], steps[one])
+            mamba_step(expected[one], of_token, weights, stepped, slot, positions[one])
+            of_row = stepped.conv[slot[0]].clone(), stepped.matrices[slot[0]].clone()
+            after[int(slot), count] = of_row
+    expected[len(slots) :] = 7.0
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    for count in range(1, 9):
+        settled = made_states(conv.clone(), matrices.clone())
+        settled = replace(settled, unsettled=states.unsettled)
+        settle(*layered(settled), settling(CHECKS, count), keys_are_lines=False)
+        for check in CHECKS:
+            if not check.is_padding:
+                right = after[check.slot, min(count, check.length)]
+                end = check.position + min(count, check.length)
+                assert torch.equal(settled.conv[check.slot], right[0])
+                torch.testing.assert_close(
+                    settled.matrices[check.slot], stored(right[1], state_dtype)
+                )
+                assert (settled.pending.begins[check.slot] == end % WHOLE_EVERY).all()
+        assert torch.equal(settled.matrices[[1, 4]], matrices[[1, 4]])
+        assert torch.equal(settled.conv[[1, 4]], conv[[1, 4]])

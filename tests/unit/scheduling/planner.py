@@ -35,6 +35,7 @@ def make(
     num_pages: int = 32,
     reserve_tokens: int = 0,
     speculative_tokens: int = 0,
+    speculative_max_requests: int = 8,
     speculative_recent_tokens: int = 0,
     section: int | None = None,
     num_snapshots: int | None = None,
@@ -46,6 +47,7 @@ def make(
         max_prefill_tokens=max_prefill_tokens,
         reserve_tokens=reserve_tokens,
         speculative_tokens=speculative_tokens,
+        speculative_max_requests=speculative_max_requests,
         speculative_recent_tokens=speculative_recent_tokens,
         section=section,
         has_states=num_snapshots is not None,
@@ -100,7 +102,7 @@ def chunks(plan: StepPlan) -> list[tuple[int, int, int, bool]]:
         plan.chunks.rows.tolist(),
         plan.chunks.starts.tolist(),
         plan.chunks.lengths.tolist(),
-        (plan.chunks.num_sampled > 0).tolist(),
+        (plan.chunks.are_last > 0).tolist(),
     )
     return list(zip(*columns, strict=True))
 

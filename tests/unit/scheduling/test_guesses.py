@@ -31,6 +31,7 @@ from minisgl_backend.scheduling.scheduler import Scheduler
 from minisgl_backend.scheduling.sequence import Sequence
 from tests.unit.scheduling.planner import (
     broken,
+    chunks,
     commit,
     failures,
     make,
@@ -69,14 +70,13 @@ def started(*requests: Request, **config: Any) -> Scheduler:
 
 
 def guessed(plan: StepPlan) -> dict[int, tuple[int, list[int]]]:
-    """For each row with guesses, the position and the tokens of its chunk."""
-    found, ends = {}, np.cumsum(plan.chunks.lengths)
-    for chunk in np.flatnonzero(plan.chunks.have_guesses).tolist():
-        start, end = int(plan.chunks.starts[chunk]), int(ends[chunk])
-        tokens = plan.chunks.tokens[end - plan.chunks.lengths[chunk] : end]
-        assert plan.chunks.num_sampled[chunk] == len(tokens)
-        found[int(plan.chunks.rows[chunk])] = start, tokens.tolist()
-    return found
+    """For each row with guesses, the position and the tokens of its check."""
+    checks, ends = plan.checks, np.cumsum(plan.checks.lengths).tolist()
+    columns = (checks.rows.tolist(), checks.starts.tolist(), checks.lengths.tolist(), ends)
+    return {
+        row: (start, checks.tokens[end - length : end].tolist())
+        for row, start, length, end in zip(*columns, strict=True)
+    }
 
 
 def decoded(plan: StepPlan) -> list[tuple[int, int]]:
@@ -172,9 +172,12 @@ def test_a_row_begins_anew_with_each_sequence() -> None:
     assert counts(guesses, 0) == {0: 8}
 
 
-def test_nothing_is_guessed_while_many_rows_decode() -> None:
-    guesses = begun(rows_of(LONG, LONG, LONG), max_rows=2)
+def test_nothing_is_guessed_while_many_rows_are_taken() -> None:
+    rows = rows_of(LONG, LONG, LONG)
+    guesses = begun(rows, max_rows=2)
     assert counts(guesses, 0, 1, 2) == {}
+    assert counts(guesses, 0, 2) == {}
+    rows.give_back(1)
     assert counts(guesses, 0, 2) == {0: 8, 2: 8}
 
 
@@ -376,13 +379,25 @@ def test_prompts_begin_beside_guesses_and_share_their_budget() -> None:
     scheduler = started(repeating(0))
     scheduler.add(request(1, 20))
     plan = planned(scheduler)
-    assert plan.chunks.rows.tolist() == [0, 1]
-    assert plan.chunks.lengths.tolist() == [5, 11]
-    assert plan.chunks.num_sampled.tolist() == [5, 0]
+    assert (plan.checks.rows.tolist(), plan.checks.lengths.tolist()) == ([0], [5])
+    assert chunks(plan) == [(1, 0, 11, False)]
     result = commit(scheduler, plan, (4, 9, 1, 2, 3))
     assert result.token_ids.tolist() == [4, 9]
     plan = planned(scheduler)
     assert (decoded(plan), plan.chunks.starts.tolist()) == ([(0, 10)], [11])
+
+
+def test_nothing_is_guessed_while_many_prompts_are_computed() -> None:
+    scheduler = started(repeating(0, max_tokens=40), speculative_max_requests=1)
+    scheduler.add(request(1, 20, max_tokens=1))
+    plan = planned(scheduler)
+    assert guessed(plan).keys() == {0} and plan.chunks.rows.tolist() == [1]
+    commit(scheduler, plan, (4, 5, 1, 2, 3))
+    plan = planned(scheduler)
+    assert not guessed(plan) and decoded(plan) == [(0, 13)]
+    assert plan.chunks.rows.tolist() == [1]
+    commit(scheduler, plan, (77, 4))
+    assert guessed(planned(scheduler)) == {0: (14, [4, 5, 1, 2, 3])}
 
 
 def test_prompts_are_scored_and_embedded_beside_guesses() -> None:
@@ -505,7 +520,7 @@ def test_prompts_go_on_beside_guesses() -> None:
     scheduler.add(request(1, 8))
     plan = planned(scheduler)
     assert guessed(plan)[0] == (8, [3, 4, 5, 1, 2, 3, 4, 5])
-    assert plan.chunks.lengths.tolist() == [8, 8]
+    assert plan.chunks.lengths.tolist() == [8]
 
 
 def test_the_number_of_samples_must_be_right() -> None:
@@ -572,124 +587,52 @@ def test_answers_that_ended_are_looked_into_by_requests_that_share_their_prefixe
     assert guessed_after(3, "other") == [[43, 44, 45]]
 
 
-# --- rows with recurrent states, which stop before guesses ---------------------------------------
-
-
-def chunks_of(plan: StepPlan) -> list[tuple[int, int, list[int], int]]:
-    """The row, start, tokens and number of samples of each chunk."""
-    chunks = plan.chunks
-    ends = np.cumsum(chunks.lengths)
-    return [
-        (
-            int(chunks.rows[chunk]),
-            int(chunks.starts[chunk]),
-            chunks.tokens[end - chunks.lengths[chunk] : end].tolist(),
-            int(chunks.num_sampled[chunk]),
-        )
-        for chunk, end in enumerate(ends.tolist())
-    ]
+# --- rows with recurrent states, which are kept where a step begins ------------------------------
 
 
 def with_states(*requests: Request, **config: Any) -> Scheduler:
-    return started(*requests, **{"num_snapshots": 8, "max_prefill_tokens": 32, **config})
+    return started(*requests, **{"num_snapshots": 8, **config})
 
 
-def test_the_next_guesses_come_after_the_right_ones_that_states_lack() -> None:
-    scheduler = with_states(repeating(0, max_tokens=40))
-    plan = planned(scheduler)
-    assert chunks_of(plan) == [(0, 8, [3, 4, 5, 1, 2], 5)]
-    commit(scheduler, plan, (4, 5, 1, 2, 3))
-    plan = planned(scheduler)
-    assert chunks_of(plan) == [(0, 9, [4, 5, 1, 2, 3, 4, 5, 1, 2], 5)]
-    assert plan.chunks.known_ends.tolist() == [14]
-    assert plan.sample_positions.tolist() == [14, 15, 16, 17, 18]
-    result = commit(scheduler, plan, (4, 5, 9, 2, 3))
-    assert result.token_ids.tolist() == [4, 5, 9]
-    assert counted(scheduler) == (2, 8, 6)
-    assert chunks_of(planned(scheduler)) == [(0, 14, [4, 5, 9], 1)]
-
-
-@pytest.mark.parametrize(("sampled", "num_right"), [((4, 5, 9, 2, 3), 2), ((4, 9, 1, 2, 3), 1)])
-def test_a_row_without_new_guesses_catches_up_and_then_decodes(
+@pytest.mark.parametrize(
+    ("sampled", "num_right"), [((4, 5, 9, 2, 3), 2), ((4, 9, 1, 2, 3), 1), ((9, 5, 1, 2, 3), 0)]
+)
+def test_a_row_with_states_goes_on_after_its_right_guesses(
     sampled: tuple[int, ...], num_right: int
 ) -> None:
+    """The next step begins with the token after them, even if no more is guessed."""
     scheduler = with_states(repeating(0, max_tokens=20))
-    assert step(scheduler, sampled).token_ids.tolist() == list(sampled[: num_right + 1])
+    result = step(scheduler, sampled)
+    assert result.token_ids.tolist() == list(sampled[: num_right + 1])
+    plan, ahead = planned(scheduler), planned(scheduler)
+    assert not guessed(plan) and not guessed(ahead)
+    assert (decoded(plan), decoded(ahead)) == ([(0, 9 + num_right)], [(0, 10 + num_right)])
+
+
+def test_states_are_kept_where_a_check_begins_and_none_passes_such_a_position() -> None:
+    """They are kept at each multiple of 8."""
+    scheduler = with_states(repeating(0, max_tokens=60))
     plan = planned(scheduler)
-    assert chunks_of(plan) == [(0, 9, list(sampled[: num_right + 1]), 1)]
-    assert not decoded(plan)
-    ahead = planned(scheduler)
-    at = 10 + num_right
-    assert decoded(ahead) == [(0, at)]
-    assert commit(scheduler, plan, 7).token_ids.tolist() == [7]
-    assert commit(scheduler, ahead, 8).token_ids.tolist() == [8]
-    assert decoded(planned(scheduler)) == [(0, at + 1)]
-
-
-def test_a_row_without_right_guesses_decodes_at_once() -> None:
-    scheduler = with_states(repeating(0, max_tokens=20))
-    step(scheduler, (9, 5, 1, 2, 3))
+    assert guessed(plan) == {0: (8, [3, 4, 5, 1, 2])}
+    assert plan.snapshots.kept_rows.tolist() == [0]
+    (number,) = plan.snapshots.kept.tolist()
+    commit(scheduler, plan, (4, 5, 1, 2, 3))
     plan = planned(scheduler)
-    assert (chunks_of(plan), decoded(plan)) == ([], [(0, 9)])
-
-
-def test_tokens_that_states_lack_count_as_part_of_the_budget() -> None:
-    scheduler = with_states(repeating(0, max_tokens=40), max_prefill_tokens=14)
-    step(scheduler, (4, 5, 1, 2, 3))
-    assert chunks_of(planned(scheduler)) == [(0, 9, [4, 5, 1, 2, 3, 4, 5], 3)]
-    scheduler = with_states(repeating(0, max_tokens=40), max_prefill_tokens=10)
-    step(scheduler, (4, 5, 1, 2, 3))
+    assert guessed(plan) == {0: (13, [3, 4, 5])}
+    assert not len(plan.snapshots.kept_rows)
+    commit(scheduler, plan, (4, 5, 1))
     plan = planned(scheduler)
-    assert chunks_of(plan) == [(0, 9, [4, 5, 1, 2, 3], 1)], "there is no room for a guess"
+    assert guessed(plan) == {0: (16, [1, 2, 3, 4, 5])}
+    assert plan.snapshots.kept_rows.tolist() == [0]
+    assert plan.snapshots.kept.tolist() == [number]
+    assert not len(plan.snapshots.saved)
+
+
+def test_a_row_decodes_right_before_the_position_at_which_its_states_are_kept() -> None:
+    scheduler = with_states(repeating(0, 15))
+    plan = planned(scheduler)
+    assert (guessed(plan), decoded(plan)) == ({}, [(0, 15)])
     commit(scheduler, plan, 4)
-    assert chunks_of(planned(scheduler)) == [(0, 14, [4, 5, 1, 2, 3], 5)]
-
-
-def test_rows_wait_whose_missing_tokens_exceed_the_budget() -> None:
-    """As those of rows that have waited for pages together may."""
-    scheduler = with_states(repeating(0, max_tokens=40), repeating(1, max_tokens=40))
-    step(scheduler, (4, 5, 1, 2, 9, 4, 5, 1, 2, 9))
-    scheduler._config = replace(scheduler._config, max_prefill_tokens=9)
     plan = planned(scheduler)
-    assert chunks_of(plan) == [(0, 9, [4, 5, 1, 2, 9], 1)]
-    assert not decoded(plan)
-    commit(scheduler, plan, 8)
-    plan = planned(scheduler)
-    assert (chunks_of(plan), decoded(plan)) == ([(1, 9, [4, 5, 1, 2, 9], 1)], [(0, 14)])
-
-
-def test_a_row_that_catches_up_needs_its_page() -> None:
-    """There is none, so the other request is retracted."""
-    scheduler = with_states(repeating(0, max_tokens=40), request(1, 4, 30), num_pages=5)
-    plan = planned(scheduler)
-    assert chunks_of(plan) == [(0, 8, [3, 4, 5, 1], 4)]
-    commit(scheduler, plan, (4, 5, 1, 9, 77))
-    plan = planned(scheduler)
-    assert chunks_of(plan)[0] == (0, 9, [4, 5, 1, 9], 1)
-    assert scheduler.stats().num_retractions == 1
-
-
-def test_states_that_lag_behind_are_forgotten_with_their_request() -> None:
-    scheduler = with_states(repeating(0, max_tokens=40))
-    step(scheduler, (4, 5, 9, 2, 3))
-    assert scheduler.abort(RequestId(0))
-    scheduler.add(request(1, 4))
-    step(scheduler)
-    assert decoded(planned(scheduler)) == [(0, 4)]
-
-
-def test_states_are_kept_where_a_chunk_of_known_tokens_passes() -> None:
-    """Before position 8 the chunk begins; 16 is among its known tokens, 24 among its guesses."""
-    scheduler = with_states(repeating(0, max_tokens=60), speculative_tokens=8)
-    plan = planned(scheduler)
-    assert chunks_of(plan)[0][1:3] == (8, [3, 4, 5, 1, 2, 3, 4, 5, 1])
-    snapshots = plan.snapshots
-    assert snapshots.kept_rows.tolist() == [0] and not len(snapshots.saved)
-    (number,) = snapshots.kept.tolist()
-    commit(scheduler, plan, (4, 5, 1, 2, 3, 4, 5, 1, 2))
-    plan = planned(scheduler)
-    assert chunks_of(plan)[0][1:] == (9, [4, 5, 1, 2, 3, 4, 5, 1, 2, 3, 4, 5, 1, 2, 3, 4], 8)
-    snapshots = plan.snapshots
-    assert not len(snapshots.kept_rows)
-    assert snapshots.saved_chunks.tolist() == [0]
-    assert (snapshots.saved_positions.tolist(), snapshots.saved.tolist()) == ([16], [number])
+    assert guessed(plan) == {0: (16, [4, 5, 1, 2, 3])}
+    assert plan.snapshots.kept_rows.tolist() == [0]

@@ -1,0 +1,87 @@
+"""Which rows have unsettled states, and where what their last checks have kept is.
+
+A step that checks guesses gives each of its decoding rows a place, for what its tokens would add to
+the row's states (``kernels.checks``). The row's next step tells how many of them count: all before
+its first position there. Then the states are settled, and the place is free.
+
+Knows rows, positions and places. Must not know tensors, or why guesses were right.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from minisgl_backend.device.base import HostArray
+from minisgl_backend.errors import InvariantError
+from minisgl_backend.kernels.checks import CHECK_COLUMNS, NO_PLACE
+from minisgl_backend.plan import StepPlan
+from minisgl_backend.request import IntArray
+
+
+@dataclass(frozen=True, slots=True)
+class _Check:
+    """The tokens ``start`` to ``start + length - 1`` of a row, and their place."""
+
+    place: int
+    start: int
+    length: int
+
+
+class UnsettledRows:
+    """The rows whose states are unsettled; at most ``num_places``. Never ``dummy_row``: its checks
+    are padding."""
+
+    def __init__(self, num_places: int, dummy_row: int) -> None:
+        self._dummy_row = dummy_row
+        self._free = list(range(num_places - 1, -1, -1))
+        self._checks: dict[int, _Check] = {}
+
+    def begin(
+        self, rows: IntArray | HostArray, starts: IntArray | HostArray, lengths: IntArray
+    ) -> IntArray:
+        """Give places to the checks of different ``rows``, [num_checks] each. Returns the
+        lines of ``CheckedTokens``, int32 [sum of lengths, CHECK_COLUMNS]."""
+        columns, places = (rows.tolist(), starts.tolist(), lengths.tolist()), []
+        for row, start, length in zip(*columns, strict=True):
+            if row == self._dummy_row:
+                places.append(NO_PLACE)
+                continue
+            if not self._free:
+                raise InvariantError(f"more than {len(self._checks)} rows would be unsettled")
+            if row in self._checks:
+                raise InvariantError(f"row {row} has a check before its last one is settled")
+            self._checks[row] = _Check(self._free.pop(), start, length)
+            places.append(self._checks[row].place)
+        ends = np.cumsum(lengths)
+        lines = np.empty((int(ends[-1]), CHECK_COLUMNS), np.int32)
+        lines[:, 0] = np.repeat(places, lengths)
+        lines[:, 1] = np.arange(len(lines)) - np.repeat(ends - lengths, lengths)
+        lines[:, 2] = np.repeat(lengths, lengths)
+        return lines
+
+    def take_due(self, plan: StepPlan) -> list[tuple[int, int, int, int]]:
+        """The checks to settle before ``plan`` computes anything, as ``Settling.of`` takes them.
+        Those of released rows are dropped."""
+        for row in plan.released_rows.tolist():
+            if (check := self._checks.pop(row, None)) is not None:
+                self._free.append(check.place)
+        if not self._checks:
+            return []
+        due = []
+        checks, chunks, decodes = plan.checks, plan.chunks, plan.decodes
+        rows = np.concatenate([checks.rows, chunks.rows, decodes.rows]).tolist()
+        firsts = np.concatenate([checks.starts, chunks.starts, decodes.positions]).tolist()
+        for row, first in zip(rows, firsts, strict=True):
+            if (check := self._checks.pop(row, None)) is None:
+                continue
+            count = first - check.start
+            if not 0 < count <= check.length:
+                raise InvariantError(
+                    f"row {row} goes on at position {first}, after a check of {check.length} "
+                    f"tokens from position {check.start}"
+                )
+            due.append((row, check.place, check.start, count))
+            self._free.append(check.place)
+        return due

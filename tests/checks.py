@@ -71,21 +71,96 @@ def settling(checks: Sequence[Check], count: int, device: torch.device | None = 
 
 
 def nothing_kept(
-    states: LayerStates, num_key_heads: int, num_places: int, most_tokens: int
+    states: LayerStates,
+    num_key_heads: int,
+    num_places: int,
+    most_tokens: int,
+    *,
+    keys_are_lines: bool = False,
+    by_dimension: bool = False,
 ) -> UnsettledTokens:
-    """Room for checks of a layer with these states, whose updates have the matrices' columns for
-    keys. What was there before must not be read: it is NaN."""
-    num_heads, value_dim, key_dim = states.matrices.shape[1:]
-    shape = num_places, most_tokens
-
-    def room(*of_token: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.full((*shape, *of_token), torch.nan, dtype=dtype, device=states.conv.device)
-
+    """Room for checks of a layer with these states. Its updates have lines or columns of matrices
+    for keys, each dimension of which may decay by itself."""
+    num_heads, lines, columns = states.matrices.shape[1:]
+    key_dim, value_dim = (lines, columns) if keys_are_lines else (columns, lines)
+    of_layers = unsettled_tokens(
+        1,
+        num_places,
+        most_tokens,
+        states.conv.shape[1],
+        num_key_heads,
+        num_heads,
+        key_dim,
+        value_dim,
+        num_decays=key_dim if by_dimension else 1,
+        dtype=states.conv.dtype,
+        device=states.conv.device,
+    )
     return UnsettledTokens(
-        room(states.conv.shape[1], dtype=states.conv.dtype),
-        room(num_key_heads, key_dim),
-        room(num_heads, value_dim),
-        room(num_heads, 1),
+        of_layers.inputs[0], of_layers.keys[0], of_layers.values[0], of_layers.decays[0]
+    )
+
+
+def unsettled_tokens(
+    num_layers: int,
+    num_places: int,
+    most_tokens: int,
+    num_channels: int,
+    num_key_heads: int,
+    num_heads: int,
+    key_dim: int,
+    value_dim: int,
+    *,
+    num_decays: int = 1,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | None = None,
+) -> UnsettledTokens:
+    """Room for checks of all layers. What was there before must not be read: it is NaN. Heads have
+    ``num_decays``; ``dtype`` is the convolution's."""
+    places = num_layers, num_places, most_tokens
+    inputs = torch.full((*places, num_channels), torch.nan, dtype=dtype, device=device)
+    keys, values, decays = (
+        torch.full((*places, heads, size), torch.nan, device=device)
+        for heads, size in (
+            (num_key_heads, key_dim),
+            (num_heads, value_dim),
+            (num_heads, num_decays),
+        )
+    )
+    return UnsettledTokens(inputs, keys, values, decays)
+
+
+def filled(
+    unsettled: UnsettledTokens, place: int, count: int, draw: torch.Generator
+) -> UnsettledTokens:
+    """``count`` tokens at ``place``, which are drawn, of all layers: [num_layers, count, ...]."""
+    own = UnsettledTokens(
+        unsettled.inputs[:, place, :count],
+        unsettled.keys[:, place, :count],
+        unsettled.values[:, place, :count],
+        unsettled.decays[:, place, :count],
+    )
+    for of_tokens in (own.inputs, own.keys, own.values):
+        of_tokens.copy_(torch.randn(of_tokens.shape, generator=draw))
+    own.decays.copy_(-torch.rand(own.decays.shape, generator=draw).cumsum(1))
+    return own
+
+
+def no_updates(
+    num_layers: int, num_rows: int, *sizes: int, device: torch.device | None = None
+) -> PendingUpdates:
+    """Of all layers. ``sizes``: numbers of key heads and heads, key_dim and value_dim."""
+    key_heads, heads, key_dim, value_dim = sizes
+    none = PendingUpdates.none(num_layers * num_rows, key_heads, heads, key_dim, value_dim, device)
+
+    def of_layers(of_rows: Tensor) -> Tensor:
+        return of_rows.view(num_layers, num_rows, *of_rows.shape[1:])
+
+    return PendingUpdates(
+        of_layers(none.keys),
+        of_layers(none.values),
+        of_layers(none.decays),
+        of_layers(none.begins),
     )
 
 

@@ -22,8 +22,8 @@ from minisgl_backend.kernels.gated_delta import (
 from minisgl_backend.kernels.layer_states import PendingUpdates, UnsettledTokens
 from minisgl_backend.kernels.settle import Settling, settle, settle_reference
 from minisgl_backend.plan import WHOLE_EVERY
+from tests.checks import Check, arranged, layered, nothing_kept
 from tests.gpu.compare import TOLERANCE, assert_close, relative_error
-from tests.unit.kernels.checks import checks_of, of_layer, unsettled_tokens
 
 TINY = (2, 4, 16, 24)
 """Key heads, heads, dimensions of a key and of a value."""
@@ -123,21 +123,23 @@ def test_delta_step(
     assert torch.equal(states.matrices[[0, 1, 3, 5]], begun[[0, 1, 3, 5]])
 
 
-def unsettled_of(states: DeltaStates) -> UnsettledTokens:
-    """Memory for three checks of up to 8 tokens."""
-    _, heads, key_dim, value_dim = states.matrices.shape
-    sizes = states.conv.shape[1], states.readers.shape[1], heads, key_dim, value_dim
+SOME_CHECKS = [
+    Check(5, slot=4, place=2, position=8),
+    Check(1),
+    Check(1, slot=0, place=0, position=16),
+    Check(8, slot=3, place=1, position=24),
+    Check(1),
+]
+"""Of three rows, for which nothing is pending; two are padding."""
+
+
+def with_room(states: DeltaStates) -> DeltaStates:
+    """States with room for three checks of up to 8 tokens."""
     by_dimension = states.pending.begins.shape[1] == 0
-    unsettled = unsettled_tokens(
-        1,
-        3,
-        8,
-        *sizes,
-        num_decays=key_dim if by_dimension else 1,
-        dtype=states.conv.dtype,
-        device=states.conv.device,
+    room = nothing_kept(
+        states, states.readers.shape[1], 3, 8, keys_are_lines=True, by_dimension=by_dimension
     )
-    return of_layer(unsettled, 0)
+    return replace(states, unsettled=room)
 
 
 def assert_alike(found: UnsettledTokens, wanted: UnsettledTokens, tolerance: float) -> None:
@@ -152,35 +154,14 @@ def assert_alike(found: UnsettledTokens, wanted: UnsettledTokens, tolerance: flo
         assert_close(one.nan_to_num(), other.nan_to_num(), tolerance=tolerance)
 
 
-def as_one_layer(
-    states: DeltaStates,
-) -> tuple[torch.Tensor, torch.Tensor, PendingUpdates, UnsettledTokens]:
-    """What ``settle`` takes, over the same memory."""
-    pending, unsettled = states.pending, states.unsettled
-    assert unsettled is not None
-    return (
-        states.conv[:, None],
-        states.matrices[:, None],
-        PendingUpdates(
-            pending.keys[None], pending.values[None], pending.decays[None], pending.begins[None]
-        ),
-        UnsettledTokens(
-            unsettled.inputs[None],
-            unsettled.keys[None],
-            unsettled.values[None],
-            unsettled.decays[None],
-        ),
-    )
-
-
 def settle_both(
     states: DeltaStates, wanted: DeltaStates, counted: list[tuple[int, int, int, int]]
 ) -> None:
     """Add the tokens that count (``Settling.of``), to ``wanted`` by the twin, in which nothing is
     pending."""
     settling = Settling.of(counted, lambda array: torch.from_numpy(array).to(states.conv.device))
-    settle(*as_one_layer(states), settling, keys_are_lines=True)
-    settle_reference(*as_one_layer(wanted), settling, keys_are_lines=True)
+    settle(*layered(states), settling, keys_are_lines=True)
+    settle_reference(*layered(wanted), settling, keys_are_lines=True)
 
 
 @pytest.mark.parametrize(
@@ -197,13 +178,12 @@ def test_delta_checks(
     """Checks beside padding, whose first tokens count; states change only then."""
     weights = made_weights(shape, device, dtype, width=width)
     states, wanted = (
-        replace(of, unsettled=unsettled_of(of))
+        with_room(of)
         for of in made_states(shape, 6, device, dtype, width=width, state_dtype=state_dtype)
     )
     conv, begun = states.conv.clone(), states.matrices.clone()
-    slots, checks = checks_of([5, 0, 1, 8, 0], [4, -1, 0, 3, -1], [2, -1, 0, 1, -1], device)
+    slots, checks, positions = arranged(SOME_CHECKS, device)
     inputs = made_inputs(shape, len(slots) + 2, device, dtype)
-    positions = torch.zeros(len(slots), dtype=torch.int32, device=device)
     out, expected = (torch.full_like(inputs.z, 7.0).contiguous() for _ in range(2))
     gated_delta.delta_checks_reference(expected, inputs, weights, wanted, slots, checks)
     gated_delta.delta_checks(out, inputs, weights, states, slots, checks, positions)
@@ -227,13 +207,17 @@ def test_delta_checks(
 def test_checks_add_pending_updates(device: torch.device, dtype: torch.dtype) -> None:
     """To what tokens read; and states get them when they are settled."""
     weights = made_weights(TINY, device, dtype)
-    states, wanted = (
-        replace(of, unsettled=unsettled_of(of)) for of in states_with_updates(device, dtype)
-    )
-    slots, checks = checks_of([3, 2, 4], [1, 3, 0], [0, 1, 2], device)
-    inputs = made_inputs(TINY, len(slots), device, dtype)
+    states, wanted = (with_room(of) for of in states_with_updates(device, dtype))
     starts = [WHOLE_EVERY + 2, WHOLE_EVERY - 1, 5]
-    positions = torch.tensor([*range(starts[0], starts[0] + 3), 7, 8, 5, 6, 7, 8], device=device)
+    slots, checks, positions = arranged(
+        [
+            Check(3, slot=1, place=0, position=starts[0]),
+            Check(2, slot=3, place=1, position=starts[1]),
+            Check(4, slot=0, place=2, position=starts[2]),
+        ],
+        device,
+    )
+    inputs = made_inputs(TINY, len(slots), device, dtype)
     out, expected = (torch.empty_like(inputs.z).contiguous() for _ in range(2))
     gated_delta.delta_checks_reference(expected, inputs, weights, wanted, slots, checks)
     gated_delta.delta_checks(out, inputs, weights, states, slots, checks, positions)
@@ -326,7 +310,7 @@ def test_steps_of_many_rows(
     kernel = DeltaStepKernel(key_heads, heads, width, state_dtype, device)
     weights = made_weights(shape, device, dtype, width=width)
     states, wanted = (
-        replace(of, unsettled=unsettled_of(of))
+        with_room(of)
         for of in made_states(shape, 24, device, dtype, width=width, state_dtype=state_dtype)
     )
     for of_pending in (states.pending.keys, states.pending.values, states.pending.decays):
@@ -341,10 +325,9 @@ def test_steps_of_many_rows(
     for step in range(3 * WHOLE_EVERY):
         if step == WHOLE_EVERY + 3:
             slot, start = int(slots[1]), int(positions[1])
-            of_tokens, checks = checks_of([8], [slot], [2], device)
+            of_tokens, checks, there = arranged([Check(8, slot, 2, start)], device)
             inputs = made_inputs(shape, len(of_tokens), device, dtype)
             out, expected = (torch.empty_like(inputs.z).contiguous() for _ in range(2))
-            there = start + torch.arange(len(of_tokens), device=device)
             gated_delta.delta_checks_reference(expected, inputs, weights, wanted, of_tokens, checks)
             gated_delta.delta_checks(out, inputs, weights, states, of_tokens, checks, there)
             assert_close(out, expected, tolerance=tolerance)
@@ -401,13 +384,13 @@ def test_conv_checks(
 ) -> None:
     """Checks shorter and longer than the convolution, beside padding; states stay as they are."""
     channels = 150
-    slots, checks = checks_of([1, 0, 2, 6, 0], [4, -1, 0, 3, -1], [2, -1, 0, 1, -1], device)
+    slots, checks, _ = arranged(SOME_CHECKS, device)
     x = torch.randn(len(slots), channels + 2, device=device).to(dtype)[:, :channels]
     weight = torch.randn(channels, width, device=device).to(dtype)
     bias = torch.randn(channels, device=device).to(dtype) if biased else None
     states = torch.randn(6, 3, channels, width - 1, device=device).to(dtype)[:, 1]
     before = states.clone()
-    inputs, kept = (torch.full((3, 7, channels), 7.0, dtype=dtype, device=device) for _ in range(2))
+    inputs, kept = (torch.full((3, 9, channels), 7.0, dtype=dtype, device=device) for _ in range(2))
     out, expected = (torch.full_like(x, 7.0).contiguous() for _ in range(2))
     causal_conv.causal_conv_checks_reference(
         expected, x, states, kept, slots, checks, weight, bias, silu=silu

@@ -14,16 +14,17 @@ from minisgl_backend.kernels.delta_runs import Run, Runs, num_blocks, runs_table
 from minisgl_backend.kernels.dispatch import is_interpreted
 from minisgl_backend.kernels.gated_delta import DeltaInputs, DeltaStates, DeltaWeights
 from minisgl_backend.kernels.layer_states import PendingUpdates
+from tests.checks import arranged
 from tests.gpu.compare import TOLERANCE, assert_close, relative_error
 from tests.gpu.test_kernels_gated_delta import (
     OF_16_BITS,
     RUNS,
+    SOME_CHECKS,
     assert_alike,
     runs_on,
     settle_both,
-    unsettled_of,
+    with_room,
 )
-from tests.unit.kernels.checks import checks_of
 
 SHAPES = [(2, 24), (2, 64)] if is_interpreted() else [(2, 24), (3, 64), (32, 128)]
 """Heads, and their dimensions."""
@@ -120,15 +121,15 @@ def test_kimi_checks(
     """Checks beside padding, whose first tokens count; states change only then."""
     weights = made_weights(shape, device, dtype, width=width)
     states, wanted = (
-        replace(of, unsettled=unsettled_of(of))
+        with_room(of)
         for of in made_states(shape, 6, device, dtype, width=width, state_dtype=state_dtype)
     )
     conv, begun = states.conv.clone(), states.matrices.clone()
-    slots, checks = checks_of([5, 0, 1, 8, 0], [4, -1, 0, 3, -1], [2, -1, 0, 1, -1], device)
+    slots, checks, positions = arranged(SOME_CHECKS, device)
     inputs = made_inputs(shape, len(slots), device, dtype)
     out, expected = (torch.full_like(inputs.z, 7.0) for _ in range(2))
     gated_delta.delta_checks_reference(expected, inputs, weights, wanted, slots, checks)
-    gated_delta.delta_checks(out, inputs, weights, states, slots, checks, slots)
+    gated_delta.delta_checks(out, inputs, weights, states, slots, checks, positions)
     tolerance = 2 * TOLERANCE[dtype]
     assert_close(out, expected, tolerance=tolerance)
     assert not out[slots < 0].any()

@@ -12,8 +12,8 @@ from minisgl_backend.kernels.dispatch import is_interpreted
 from minisgl_backend.kernels.layer_states import PendingUpdates
 from minisgl_backend.kernels.settle import Settling, settle, settle_reference
 from minisgl_backend.plan import WHOLE_EVERY
+from tests.checks import filled, no_updates, unsettled_tokens
 from tests.gpu.compare import TOLERANCE, relative_error
-from tests.unit.kernels.checks import filled, no_updates, unsettled_tokens
 
 LAYERS, SLOTS, ROWS, CHANNELS = 3, 7, 6, 300
 CHECKS = [(4, 1, 13, 8), (0, 3, 30, 1), (5, 0, 2 * WHOLE_EVERY, 3), (2, 4, WHOLE_EVERY + 6, 2)]

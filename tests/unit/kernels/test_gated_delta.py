@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers.models.kimi_linear import modeling_kimi_linear as kimi
@@ -20,9 +22,8 @@ from minisgl_backend.kernels.gated_delta import (
     delta_step,
 )
 from minisgl_backend.kernels.layer_states import PendingUpdates
-from minisgl_backend.kernels.settle import Settling, settle
-from minisgl_backend.plan import WHOLE_EVERY
-from tests.unit.kernels.checks import checks_of, of_layer, unsettled_tokens
+from minisgl_backend.kernels.settle import settle
+from tests.checks import CHECKS, arranged, layered, nothing_kept, settling
 
 HEADS, KEY_HEADS, KEY_DIM, VALUE_DIM = 4, 2, 8, 16
 
@@ -191,41 +192,34 @@ def stepped(
 @pytest.mark.parametrize("by_dimension", [False, True])
 def test_checks_give_what_steps_give(by_dimension: bool, state_dtype: torch.dtype) -> None:
     """Rows beside padding check up to seven guesses, of which any number may be right."""
-    draw, lengths = torch.Generator().manual_seed(5), [5, 1, 0, 8, 2]
+    draw = torch.Generator().manual_seed(5)
     weights = made_weights(draw, by_dimension)
-    slots, checks = checks_of(lengths, rows=[4, 0, -1, 2, 5], places=[1, 4, -1, 0, 3])
+    slots, checks, positions = arranged(CHECKS)
     inputs, key_heads = made_inputs(draw, len(slots) + 3, weights), weights.num_key_heads
-    conv = torch.randn(6, 1, len(weights.conv), 3, generator=draw)
-    matrices = torch.randn(6, 1, HEADS, KEY_DIM, VALUE_DIM, generator=draw).to(state_dtype)
-    pending = PendingUpdates.none(6, key_heads, HEADS, KEY_DIM, VALUE_DIM)
-    readers = torch.zeros(6, key_heads, dtype=torch.int32)
-    sizes = len(weights.conv), key_heads, HEADS, KEY_DIM, VALUE_DIM
-    of_layers = unsettled_tokens(1, 5, 8, *sizes, num_decays=KEY_DIM if by_dimension else 1)
+    begun = DeltaStates(
+        torch.randn(6, len(weights.conv), 3, generator=draw),
+        torch.randn(6, HEADS, KEY_DIM, VALUE_DIM, generator=draw).to(state_dtype),
+        PendingUpdates.none(6, key_heads, HEADS, KEY_DIM, VALUE_DIM),
+        torch.zeros(6, key_heads, dtype=torch.int32),
+    )
+    kept = nothing_kept(begun, key_heads, 5, 8, keys_are_lines=True, by_dimension=by_dimension)
     tolerance = 1e-4 if state_dtype == torch.float32 else 2e-2
-    for num_right in range(8):
-        own, own_conv, unsettled = matrices.clone(), conv.clone(), of_layer(of_layers, 0)
-        states = DeltaStates(own_conv[:, 0], own[:, 0], pending, readers, unsettled=unsettled)
+    for count in range(1, 9):
+        states, wanted = (
+            replace(begun, conv=begun.conv.clone(), matrices=begun.matrices.clone())
+            for _ in range(2)
+        )
+        states = replace(states, unsettled=kept)
         out = torch.full_like(inputs.z, 7.0)
-        delta_checks(out, inputs, weights, states, slots, checks, torch.full_like(slots, 9))
-        assert torch.equal(own, matrices) and torch.equal(own_conv, conv)
+        delta_checks(out, inputs, weights, states, slots, checks, positions)
+        assert torch.equal(states.conv, begun.conv)
+        assert torch.equal(states.matrices, begun.matrices)
         assert not out[: len(slots)][slots < 0].any() and (out[len(slots) :] == 7).all()
-        before = DeltaStates(conv.clone()[:, 0], matrices.clone()[:, 0], pending, readers)
-        counted = []
-        for begin, length, place in checks.listed():
-            slot, count = slots[begin : begin + 1], min(length, 1 + num_right)
-            counted.append((int(slot), place, 9, count))
-            for token in range(begin, begin + count):
+        for begin, length, _ in checks.listed():
+            for token in range(begin, begin + min(count, length)):
                 one = slice(token, token + 1)
-                expected = stepped(inputs, one, weights, before, slot)
+                expected = stepped(inputs, one, weights, wanted, slots[begin : begin + 1])
                 torch.testing.assert_close(out[one], expected, rtol=tolerance, atol=tolerance)
-        every = PendingUpdates(
-            *(of[None] for of in (pending.keys, pending.values, pending.decays, pending.begins))
-        )
-        settling = Settling.of(counted, torch.from_numpy)
-        settle(own_conv, own, every, of_layers, settling, keys_are_lines=True)
-        torch.testing.assert_close(own_conv[:, 0], before.conv)
-        torch.testing.assert_close(
-            own[:, 0].float(), before.matrices.float(), rtol=tolerance, atol=tolerance
-        )
-        for row, _, start, count in counted:
-            assert (pending.begins[row] == (start + count) % WHOLE_EVERY).all()
+        settle(*layered(states), settling(CHECKS, count), keys_are_lines=True)
+        torch.testing.assert_close(states.conv, wanted.conv)
+        torch.testing.assert_close(states.matrices, wanted.matrices, rtol=tolerance, atol=tolerance)

@@ -9,7 +9,7 @@ from torch import Tensor
 from minisgl_backend.kernels.layer_states import stored
 from minisgl_backend.kernels.settle import Settling, settle
 from minisgl_backend.plan import WHOLE_EVERY
-from tests.unit.kernels.checks import filled, no_updates, unsettled_tokens
+from tests.checks import filled, no_updates, unsettled_tokens
 
 LAYERS, ROWS, PLACES, MOST = 3, 7, 5, 8
 CHANNELS, KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM = 11, 2, 4, 6, 10

@@ -18,6 +18,7 @@ from minisgl_backend.layers.norm import Normed, RMSNorm
 from minisgl_backend.models.build import build_model
 from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.models.recurrent_mixer import RecurrentMixer
+from minisgl_backend.models.spec import DeltaSpec
 from minisgl_backend.models.token_mixing import RecurrentRows, StepContext
 from minisgl_backend.parallel.group import Group
 from tests.checks import CHECKS, arranged, nothing_kept
@@ -39,6 +40,9 @@ def no_attention(q: Tensor, kv: PagedKV, layer: int) -> Tensor:
         ("falcon-h1", 2),
         ("lfm2", 1),
         ("lfm2", 2),
+        ("qwen3.5", 1),
+        ("qwen3-next", 2),
+        ("kimi-linear", 2),
     ],
 )
 def test_a_step_may_have_checks_beside_a_prompt(case: str, size: int, tmp_path: Path) -> None:
@@ -96,7 +100,15 @@ def check_first_layer(folder: Path, group: Group) -> None:
         of_rank_draw = torch.Generator().manual_seed(group.rank)
         for of in (states.conv, states.matrices):
             of.normal_(generator=of_rank_draw)
-        return replace(states, unsettled=nothing_kept(states, of_rank.updates[0], 5, 8))
+        kept = nothing_kept(
+            states,
+            of_rank.updates[0],
+            5,
+            8,
+            keys_are_lines=isinstance(of_rank, DeltaSpec),
+            by_dimension=of_rank.by_dimension,
+        )
+        return replace(states, unsettled=kept)
 
     begun = made_states()
     mixer.bind(begun)

@@ -49,16 +49,19 @@ def causal_conv_checks(
     bias: Tensor | None = None,
     *,
     silu: bool = True,
+    pdl: bool = False,
 ) -> None:
     """The same for the tokens of ``checks``, the first ones, which leave ``states`` as they are.
     Their inputs are kept in ``inputs`` (``UnsettledTokens``). ``slots`` int64 [num_tokens] are
-    those of their rows."""
+    those of their rows. With ``pdl`` the kernel before this one must write nothing but ``x``."""
     if not use_triton(x):
         causal_conv_checks_reference(out, x, states, inputs, slots, checks, weight, bias, silu=silu)
         return
     from minisgl_backend.kernels.triton_kernels.conv_checks import launch_conv_checks
 
-    launch_conv_checks(out, x, states, inputs, slots, checks.lines, weight, bias, silu=silu)
+    launch_conv_checks(
+        out, x, states, inputs, slots, checks.lines, weight, bias, silu=silu, pdl=pdl
+    )
 
 
 def causal_conv_step_reference(

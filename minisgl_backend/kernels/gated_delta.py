@@ -153,12 +153,15 @@ def delta_checks(
     slots: Tensor,
     checks: CheckedTokens,
     positions: Tensor,
+    *,
+    pdl: bool = False,
 ) -> None:
     """The same for the tokens of ``checks``, the first ones, which leave states, and updates that
     are pending, as they are. What they would add is kept in ``states.unsettled``.
 
     Arguments are as in ``delta_step``. ``slots`` int64 [num_tokens] are those of the tokens' rows,
-    which have states; tokens of padding get zeros.
+    which have states; tokens of padding get zeros. With ``pdl`` the kernel before this one must not
+    write ``checks``, either.
     """
     if not use_triton(out):
         delta_checks_reference(out, inputs, weights, states, slots, checks)
@@ -170,7 +173,7 @@ def delta_checks(
     shape = len(slots), channels.shape[1]
     convolved = torch.empty(shape, dtype=channels.dtype, device=channels.device)
     causal_conv_checks(
-        convolved, channels, states.conv, unsettled.inputs, slots, checks, weights.conv
+        convolved, channels, states.conv, unsettled.inputs, slots, checks, weights.conv, pdl=pdl
     )
     launch_checks(
         out,
@@ -188,6 +191,7 @@ def delta_checks(
         eps=weights.eps,
         rate_scale=weights.rate_scale,
         sigmoid_gates=weights.sigmoid_gates,
+        pdl=pdl,
     )
 
 

@@ -159,10 +159,13 @@ def mamba_checks(
     slots: Tensor,
     checks: CheckedTokens,
     positions: Tensor,
+    *,
+    pdl: bool = False,
 ) -> None:
     """The same for the tokens of ``checks``, the first ones, which leave states as they are. What
     they would add is kept in ``states.unsettled``. ``slots`` int64 [num_tokens] are those of their
-    rows. Other tokens among ``slots`` are padding, and get zeros."""
+    rows. Other tokens among ``slots`` are padding, and get zeros. With ``pdl`` the kernel before
+    this one must not write ``checks``, either."""
     if not use_triton(out):
         mamba_checks_reference(out, inputs, weights, states, slots, checks)
         return
@@ -184,6 +187,7 @@ def mamba_checks(
         num_groups=weights.num_groups,
         eps=weights.eps,
         time_steps=weights.time_steps,
+        pdl=pdl,
     )
 
 

@@ -70,7 +70,8 @@ class DeltaMixer(RecurrentMixer):
         mixed = torch.empty(inputs.z.shape, dtype=inputs.z.dtype, device=inputs.z.device)
         slots, positions = rows.decode_slots, step.places.positions
         if rows.checks is not None:
-            delta_checks(mixed, inputs, weights, self.states, slots, rows.checks, positions)
+            given = mixed, inputs, weights, self.states, slots
+            delta_checks(*given, rows.checks, positions, pdl=step.pdl)
         elif len(slots):
             kernel = self._step_kernel
             run = delta_step if kernel is None or not kernel.suits(len(slots)) else kernel

@@ -118,7 +118,7 @@ class MambaMixer(RecurrentMixer):
             positions = step.places.positions
             given = out, inputs, weights, self.states, slots
             if rows.checks is not None:
-                mamba_checks(*given, rows.checks, positions)
+                mamba_checks(*given, rows.checks, positions, pdl=step.pdl)
             else:
                 mamba_step(*given, positions, pdl=step.pdl)
         if rows.runs is not None:

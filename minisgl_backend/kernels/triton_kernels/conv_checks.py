@@ -11,6 +11,7 @@ from torch import Tensor
 
 from minisgl_backend.kernels.checks import CHECK_COLUMNS
 from minisgl_backend.kernels.triton_kernels.gated_delta_blocks import silu
+from minisgl_backend.kernels.triton_kernels.pdl import allow_next, launch_options, wait_previous
 
 CHECK = tl.constexpr(CHECK_COLUMNS)
 
@@ -33,10 +34,16 @@ def _conv_checks(
     BIAS: tl.constexpr,
     SILU: tl.constexpr,
     PART: tl.constexpr,  # channels of a program
+    PDL: tl.constexpr,
 ):
+    # Lines, slots and states were written before the step. So they are read before the wait.
     token = tl.program_id(0).to(tl.int64)
+    if PDL:
+        allow_next()
     place = tl.load(checks_ptr + token * CHECK).to(tl.int64)
     if place < 0:
+        if PDL:
+            wait_previous()  # the next kernel may assume that all before it have ended
         return
     index = tl.load(checks_ptr + token * CHECK + 1)
     c = tl.program_id(1) * PART + tl.arange(0, PART)
@@ -47,15 +54,20 @@ def _conv_checks(
     total = tl.zeros([PART], tl.float32)
     if BIAS:
         total += tl.load(bias_ptr + c, mask=mask, other=0.0).to(tl.float32)
+    weights = ()
+    for tap in tl.static_range(WIDTH):
+        weight = tl.load(weight_ptr + c * WIDTH + tap, mask=mask, other=0.0).to(tl.float32)
+        weights += (weight,)  # type: ignore[assignment]  # Triton takes no annotation of a tuple
+        if tap < WIDTH - 1:
+            is_before = index < WIDTH - 1 - tap
+            old = tl.load(state_ptr + (index + tap), mask=mask & is_before, other=0.0)
+            total += old.to(tl.float32) * weight
+    if PDL:
+        wait_previous()
     for tap in tl.static_range(WIDTH):
         back = WIDTH - 1 - tap  # tokens before this one
-        weight = tl.load(weight_ptr + c * WIDTH + tap, mask=mask, other=0.0).to(tl.float32)
-        is_here = index >= back
-        x = tl.load(own_ptr - back * x_stride, mask=mask & is_here, other=0.0).to(tl.float32)
-        if back > 0:
-            old = tl.load(state_ptr + (index + tap), mask=mask & (index < back), other=0.0)
-            x += old.to(tl.float32)
-        total += x * weight
+        x = tl.load(own_ptr - back * x_stride, mask=mask & (index >= back), other=0.0)
+        total += x.to(tl.float32) * weights[tap]
     y = silu(total) if SILU else total
     tl.store(out_ptr + token * CHANNELS + c, y.to(out_ptr.dtype.element_ty), mask=mask)
     x = tl.load(own_ptr, mask=mask, other=0.0)
@@ -74,6 +86,7 @@ def launch_conv_checks(
     bias: Tensor | None,
     *,
     silu: bool,
+    pdl: bool,
 ) -> None:
     """See ``minisgl_backend.kernels.causal_conv.causal_conv_checks``. ``checks`` are the lines of
     ``CheckedTokens``."""
@@ -98,5 +111,7 @@ def launch_conv_checks(
         BIAS=bias is not None,
         SILU=silu,
         PART=part,
+        PDL=pdl,
         num_warps=4,
+        **launch_options(pdl),
     )

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from minisgl_backend.kernels.triton_kernels.conv_checks import CHECK
 from minisgl_backend.kernels.triton_kernels.gated_delta_blocks import EPS, log_decay, open_gate
+from minisgl_backend.kernels.triton_kernels.pdl import allow_next, launch_options, wait_previous
 from minisgl_backend.kernels.triton_kernels.pending_updates import with_pending
 from minisgl_backend.plan import WHOLE_EVERY
 
@@ -107,10 +108,16 @@ def _check(
     EVERY: tl.constexpr,
     RATE_SCALE: tl.constexpr,
     BY_DIMENSION: tl.constexpr,  # each dimension of a key decays by itself
+    PDL: tl.constexpr,
 ):
+    # Lines, slots and states were written before the step. So they are read before the wait.
     token = tl.program_id(1).to(tl.int64)
+    if PDL:
+        allow_next()
     place = tl.load(checks_ptr + token * CHECK).to(tl.int64)
     if (place < 0) | (tl.load(checks_ptr + token * CHECK + 1) != 0):
+        if PDL:
+            wait_previous()  # the next kernel may assume that all before it have ended
         return
     length = tl.load(checks_ptr + token * CHECK + 2)
     slot = tl.load(slots_ptr + token).to(tl.int64)
@@ -127,9 +134,6 @@ def _check(
     channels_ptr += token * channels_stride
     a_ptr += token * a_stride
     b_ptr += token * b_stride
-    q, k, v, a, b = _loaded(
-        channels_ptr, a_ptr, b_ptr, head, i, j, length > 0, KEY_HEADS, HEADS, K, V, BY_DIMENSION
-    )
     at = states_ptr + slot * states_stride + head * (K * V) + i[:, None] * V + j[None, :]
     in_state = in_k[:, None] & in_v[None, :]
     state = tl.load(at, mask=in_state, other=0.0).to(tl.float32)  # [KP, PART]
@@ -150,6 +154,11 @@ def _check(
                 K,
                 V,
             )
+    if PDL:
+        wait_previous()
+    q, k, v, a, b = _loaded(
+        channels_ptr, a_ptr, b_ptr, head, i, j, length > 0, KEY_HEADS, HEADS, K, V, BY_DIMENSION
+    )
     keeps_decay = part == 0
     keeps_key = keeps_decay & (head % SHARING == 0)
     q, k, v, g, rate = _prepared(q, k, v, a, b, log_rate, bias, scale, RATE_SCALE)
@@ -202,18 +211,23 @@ def _gated_norm(
     VP: tl.constexpr,
     LINES: tl.constexpr,
     SIGMOID: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        allow_next()
     # a line is a head of a token
     line = tl.program_id(0).to(tl.int64) * LINES + tl.arange(0, LINES)
     token, head, j = line // HEADS, line % HEADS, tl.arange(0, VP)
     place = tl.load(checks_ptr + token * CHECK, mask=line < num_lines, other=-1)
     mask = (line < num_lines)[:, None] & (j < V)[None, :]
     of_check = mask & (place >= 0)[:, None]
+    weight = tl.load(norm_ptr + j, mask=j < V, other=0.0).to(tl.float32)
+    if PDL:
+        wait_previous()
     at = line[:, None] * V + j[None, :]
     x = tl.load(found_ptr + at, mask=of_check, other=0.0)
     z_at = z_ptr + token[:, None] * z_stride + head[:, None] * V + j[None, :]
     z = tl.load(z_at, mask=of_check, other=0.0).to(tl.float32)
-    weight = tl.load(norm_ptr + j, mask=j < V, other=0.0).to(tl.float32)
     x *= tl.rsqrt(tl.sum(x * x, axis=1) / V + eps)[:, None] * weight[None, :]
     x *= open_gate(z, SIGMOID)
     tl.store(out_ptr + at, x.to(out_ptr.dtype.element_ty), mask=mask)
@@ -236,6 +250,7 @@ def launch_checks(
     eps: float,
     rate_scale: float,
     sigmoid_gates: bool,
+    pdl: bool,
 ) -> None:
     """See ``minisgl_backend.kernels.gated_delta.delta_checks``. ``channels`` have gone through the
     convolution. ``weights``: the decay's log rates and biases, and the norm's weight. ``states``
@@ -285,7 +300,9 @@ def launch_checks(
         EVERY=WHOLE_EVERY,
         RATE_SCALE=rate_scale,
         BY_DIMENSION=biases.dim() == 2,
+        PDL=pdl,
         num_warps=1,
+        **launch_options(pdl),
     )
     num_lines = num_tokens * num_heads
     _gated_norm[(triton.cdiv(num_lines, _LINES),)](
@@ -302,5 +319,7 @@ def launch_checks(
         VP=vp,
         LINES=_LINES,
         SIGMOID=sigmoid_gates,
+        PDL=pdl,
         num_warps=_LINES,
+        **launch_options(pdl),
     )

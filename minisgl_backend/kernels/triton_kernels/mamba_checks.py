@@ -24,6 +24,7 @@ from torch import Tensor
 from minisgl_backend.kernels.checks import CHECK_COLUMNS
 from minisgl_backend.kernels.triton_kernels.conv_checks import launch_conv_checks
 from minisgl_backend.kernels.triton_kernels.mamba_blocks import gated, step_of
+from minisgl_backend.kernels.triton_kernels.pdl import allow_next, launch_options, wait_previous
 from minisgl_backend.kernels.triton_kernels.pending_updates import with_pending
 from minisgl_backend.plan import WHOLE_EVERY
 
@@ -77,15 +78,21 @@ def _read_checks(
     PARTS: tl.constexpr,  # programs of a head
     PART: tl.constexpr,  # values of a program
     EVERY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """For a check, a head and some of its values."""
+    # Lines, slots and states were written before the step. So they are read before the wait.
     first = tl.program_id(1).to(tl.int64)
+    if PDL:
+        allow_next()
     place = tl.load(checks_ptr + first * CHECK).to(tl.int64)
     index = tl.load(checks_ptr + first * CHECK + 1)
     length = tl.load(checks_ptr + first * CHECK + 2)
     slot = tl.load(slots_ptr + first)
     end = (tl.load(positions_ptr + first) % EVERY).to(tl.int32)  # of what is pending
     if (place < 0) | (index != 0):
+        if PDL:
+            wait_previous()  # the next kernel may assume that all before it have ended
         return
     SHARING: tl.constexpr = HEADS // GROUPS
     CHANNELS: tl.constexpr = HEADS * P + 2 * GROUPS * N
@@ -100,10 +107,9 @@ def _read_checks(
     begin = tl.load(begins_ptr + of_head)
     of_x, of_b = head * P + p, HEADS * P + group * N + n
     token_ptr, raw_ptr = convolved_ptr + first * CHANNELS, steps_ptr + first * steps_stride + head
-    x, b, c, raw = _inputs_of(token_ptr, raw_ptr, of_x, of_b, in_p, in_n, GROUPS * N)
     rate = -tl.exp(tl.load(log_rates_ptr + head).to(tl.float32))
     bias, skip = tl.load(bias_ptr + head), tl.load(skips_ptr + head).to(tl.float32)
-    if begin < end:  # now that all loads are under way
+    if begin < end:
         state = with_pending(
             state,
             pending_values_ptr + of_head * (EVERY * P),
@@ -116,6 +122,9 @@ def _read_checks(
             P,
             N,
         )
+    if PDL:
+        wait_previous()
+    x, b, c, raw = _inputs_of(token_ptr, raw_ptr, of_x, of_b, in_p, in_n, GROUPS * N)
     out_ptr += (first * HEADS + head) * P + p
     kept = place * most_tokens
     keys_ptr += (kept * GROUPS + group) * N + n
@@ -156,8 +165,12 @@ def _gate_checks(
     SIZE: tl.constexpr,  # values of a group
     NORMS: tl.constexpr,
     BLOCK: tl.constexpr,  # SIZE, padded to a power of two
+    PDL: tl.constexpr,
 ):
     """For a token and a group. Padding gets zeros."""
+    if PDL:
+        allow_next()
+        wait_previous()
     token, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     is_token = tl.load(checks_ptr + token * CHECK) >= 0
     i, inside = group * SIZE + tl.arange(0, BLOCK), tl.arange(0, BLOCK) < SIZE
@@ -183,6 +196,7 @@ def launch_mamba_checks(
     num_groups: int,
     eps: float,
     time_steps: tuple[float, float],
+    pdl: bool,
 ) -> None:
     """See ``minisgl_backend.kernels.mamba.mamba_checks``. ``inputs``: the fields of
     ``MambaInputs``; ``conv``: the convolution's weight and bias; ``weights``: the decay's log
@@ -196,7 +210,7 @@ def launch_mamba_checks(
     assert z.stride(1) == steps.stride(1) == 1
     convolved = torch.empty(num_tokens, channels.shape[1], dtype=channels.dtype, device=out.device)
     launch_conv_checks(
-        convolved, channels, inputs_before, kept_inputs, slots, checks, *conv, silu=True
+        convolved, channels, inputs_before, kept_inputs, slots, checks, *conv, silu=True, pdl=pdl
     )
     parts = triton.cdiv(head_dim, _PART)
     _read_checks[(num_heads * parts, num_tokens)](
@@ -223,7 +237,9 @@ def launch_mamba_checks(
         PARTS=parts,
         PART=_PART,
         EVERY=WHOLE_EVERY,
+        PDL=pdl,
         num_warps=1,
+        **launch_options(pdl),
     )
     size = num_heads * head_dim // num_groups
     block = triton.next_power_of_2(size)
@@ -238,5 +254,7 @@ def launch_mamba_checks(
         SIZE=size,
         NORMS=norm is not None,
         BLOCK=block,
+        PDL=pdl,
         num_warps=4 if block < 4096 else 8,
+        **launch_options(pdl),
     )

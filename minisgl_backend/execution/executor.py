@@ -170,6 +170,7 @@ class ModelExecutor:
                 stages.rows.grant(grants)
                 grants = grants[:, :0]
             lengths = check_lengths(plan) if has_states else EMPTY
+            self._prepare_states(plan, graph_settles=len(lengths) > 0)
             if len(plan.masked_rows):
                 finish = graphs.begin(decodes, tokens, grants, check_lengths=lengths)
                 return partial(self._finish, plan, finish)
@@ -184,6 +185,7 @@ class ModelExecutor:
             )
             return partial(self._finish, plan, replay)
         stages.rows.grant(grants)
+        self._prepare_states(plan)
         batch = FlatBatch.of(plan, decodes_checks=has_states)
         hidden = self._layers(batch)
         sample = partial(stages.sample, stages.logits_of(batch, hidden), all_logits=all_logits)
@@ -194,7 +196,8 @@ class ModelExecutor:
         return partial(self._finish, plan, sample, score, embedded)
 
     def _write(self, plan: StepPlan, loaded: list[Tensor]) -> None:
-        """Queue everything that a plan does before anything is computed, except grants."""
+        """Queue everything that a plan does before anything is computed, except grants and what
+        it does to states."""
         if len(plan.broken_pages):
             self._storage.clear(self.device.upload(plan.broken_pages.astype(np.int64)))
         if len(plan.broken_window_pages):
@@ -205,14 +208,22 @@ class ModelExecutor:
         if len(plan.copies.sources):
             slots = _copied_slots(plan.copies, self._storage.page_size)
             self._storage.copy(*self.device.upload(slots))
-        if self._states is not None:
-            self._states.settle(plan, self.device.upload)
-            if len(plan.snapshots.kept_rows):
-                self._states.keep(plan.snapshots.kept_rows, plan.snapshots.kept)
         if plan.admissions:
             self.stages.admit(plan.admissions)
         if self._group.size > 1:
             self.stages.sampler.learn(Draws.of(plan.admissions) if plan.admissions else plan.draws)
+
+    def _prepare_states(self, plan: StepPlan, *, graph_settles: bool = False) -> None:
+        """Settle the recurrent states of the plan's rows, if there are any, and keep what it says.
+        ``graph_settles``: the graph of the step begins with that, unless states are to be kept."""
+        if self._states is None:
+            return
+        kept_rows, kept = plan.snapshots.kept_rows, plan.snapshots.kept
+        self._states.find_due(plan)
+        if not graph_settles or len(kept_rows):
+            self._states.settle_due(self.device.upload)
+        if len(kept_rows):
+            self._states.keep(kept_rows, kept)
 
     def _finish(
         self,

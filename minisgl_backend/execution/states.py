@@ -80,6 +80,8 @@ class StateStorage:
         self._pending = _no_updates(shape, num_layers, num_rows + 1, device)
         self._unsettled = _no_tokens(shape, num_layers, num_checks, most_tokens, dtype, device)
         self._unsettled_rows = UnsettledRows(num_checks, dummy_row=num_rows)
+        self._due: list[tuple[int, int, int, int]] = []
+        self.num_checks = num_checks
         self.layers: Sequence[LayerStates] = [
             make(conv, matrices, PendingUpdates(*pending), unsettled=UnsettledTokens(*unsettled))
             for conv, matrices, pending, unsettled in zip(
@@ -91,16 +93,26 @@ class StateStorage:
             )
         ]
 
-    def settle(self, plan: StepPlan, upload: Callable[[IntArray], Tensor]) -> None:
-        """Settle the states of the rows that compute something in ``plan``. ``upload`` copies an
+    def find_due(self, plan: StepPlan) -> None:
+        """Note which rows' states are to be settled before ``plan`` computes anything."""
+        self._due = self._unsettled_rows.take_due(plan)
+
+    def settle_due(self, upload: Callable[[IntArray], Tensor]) -> None:
+        """Settle them, unless ``take_due`` has left that to a captured step. ``upload`` copies an
         array to the device."""
-        if due := self._unsettled_rows.take_due(plan):
-            self._settle(Settling.of(due, upload))
+        if due := self.take_due():
+            self.settle(Settling.of(due, upload))
+
+    def take_due(self) -> list[tuple[int, int, int, int]]:
+        """The checks to settle, as ``Settling.of`` takes them. From now on they are the caller's
+        to settle."""
+        due, self._due = self._due, []
+        return due
 
     def compile(self, upload: Callable[[IntArray], Tensor]) -> None:
         """Run the kernels of ``settle`` for the dummy row, if any rows may be unsettled."""
         if self._unsettled.inputs.numel():
-            self._settle(Settling.of([(self._first_snapshot - 1, 0, 0, 1)], upload))
+            self.settle(Settling.of([(self._first_snapshot - 1, 0, 0, 1)], upload))
 
     def begin_checks(
         self, rows: IntArray | HostArray, positions: IntArray | HostArray, lengths: IntArray
@@ -141,7 +153,8 @@ class StateStorage:
             runs.append(Run(begin, end, row, begin - to_index, kept))
         return runs
 
-    def _settle(self, checks: Settling) -> None:
+    def settle(self, checks: Settling) -> None:
+        """Settle the states of rows."""
         settle(
             self._conv,
             self._matrices,
@@ -200,25 +213,36 @@ class CapturedRuns:
 
 
 class CapturedChecks:
-    """The checks of captured steps of several sizes, in one buffer, written before each step."""
+    """The checks of captured steps of several sizes, and those that they settle first, in one
+    buffer, which is written before each step:
+
+        the fields of ``Settling``, of ``num_checks`` numbers each | lines of ``CheckedTokens``
+    """
 
     def __init__(self, states: StateStorage, device: Device, most_tokens: int):
         """``most_tokens`` is the size of the largest step."""
         self._states = states
         self._device = device
-        size = (most_tokens, CHECK_COLUMNS)
-        self._lines = torch.empty(size, dtype=torch.int32, device=device.torch_device)
+        self._begin = 4 * states.num_checks  # of the lines
+        size = self._begin + most_tokens * CHECK_COLUMNS
+        self._buffer = torch.zeros(size, dtype=torch.int32, device=device.torch_device)
 
-    def view(self, size: int) -> CheckedTokens:
-        """The checks of a step of ``size`` tokens."""
-        return CheckedTokens(self._lines[:size])
+    def begin(self, size: int) -> CheckedTokens:
+        """Settle the states of a step's rows; returns the checks of a step of ``size`` tokens."""
+        self._states.settle(Settling(*self._buffer[: self._begin].view(4, -1)))
+        lines = self._buffer[self._begin :].view(-1, CHECK_COLUMNS)
+        return CheckedTokens(lines[:size])
 
     def write(self, rows: IntArray, positions: IntArray, lengths: IntArray, size: int) -> None:
-        """Begin the checks of a step: see ``StateStorage.begin_checks``; none for padding."""
-        lines = np.full((size, CHECK_COLUMNS), NO_PLACE, np.int32)
+        """Begin the checks of a step, and settle those that are due (``StateStorage``)."""
+        content = np.zeros(self._begin + size * CHECK_COLUMNS, np.int32)
+        if due := self._states.take_due():
+            content[: self._begin].reshape(4, -1)[:, : len(due)] = np.array(due).T
+        lines = content[self._begin :].reshape(size, CHECK_COLUMNS)
+        lines[len(rows) :] = NO_PLACE
         if len(rows):
             lines[: len(rows)] = self._states.begin_checks(rows, positions, lengths)
-        self._device.overwrite(self._lines[:size], lines)
+        self._device.overwrite(self._buffer[: len(content)], content)
 
 
 def _tensors(

@@ -89,7 +89,7 @@ def _decode_graphs(
             batch_size,
             grouped=kind is StepKind.GROUPED,
             adapted=None if adapters is None else adapters.view(batch_size),
-            checks=captured.view(batch_size)
+            checks=captured.begin(batch_size)
             if captured is not None and kind is StepKind.CHECKING
             else None,
         )

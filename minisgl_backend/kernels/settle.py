@@ -28,7 +28,8 @@ from minisgl_backend.request import IntArray
 @dataclass(frozen=True, slots=True, eq=False)
 class Settling:
     """The checks to settle, int32 [num_checks] each, on the device: the slots of their rows, their
-    places, the positions of their first tokens, and the numbers of tokens that count."""
+    places, the positions of their first tokens, and the numbers of tokens that count, which are 0
+    for padding."""
 
     rows: Tensor
     places: Tensor
@@ -87,6 +88,8 @@ def settle_reference(
     num_heads = matrices.shape[2]
     of_checks = (checks.rows, checks.places, checks.starts, checks.counts)
     for row, place, start, count in zip(*(each.tolist() for each in of_checks), strict=True):
+        if not count:
+            continue
         pending.begins[:, row] = (start + count) % WHOLE_EVERY
         inputs = unsettled.inputs[:, place, :count].transpose(1, 2)  # [layers, channels, count]
         conv[row] = torch.cat([conv[row], inputs], dim=-1)[..., count:]

@@ -17,13 +17,12 @@ from minisgl_backend.plan import WHOLE_EVERY
 _PART: int = 32
 """Columns of a matrix that a program settles."""
 
-
 _NUMBERS: list[str] = ["rows_ptr", "places_ptr", "starts_ptr", "counts_ptr"]
 """Parts of one tensor, so their alignment depends on the number of checks."""
 
 
 @triton.jit(
-    do_not_specialize=["num_rows", "num_places", "most_tokens"],
+    do_not_specialize=["num_checks", "num_rows", "num_places", "most_tokens"],
     do_not_specialize_on_alignment=_NUMBERS,
 )
 def _settle_matrices(
@@ -39,6 +38,7 @@ def _settle_matrices(
     places_ptr,
     starts_ptr,
     counts_ptr,
+    num_checks,
     slot_stride,
     num_rows,
     num_places,
@@ -54,58 +54,56 @@ def _settle_matrices(
     KEYS_ARE_LINES: tl.constexpr,
     HAS_PENDING: tl.constexpr,
 ):
-    check, layer = tl.program_id(0), tl.program_id(1) // HEADS
-    head = tl.program_id(1) % HEADS
+    """For a layer, a head and some columns of its matrix: the checks one after another."""
+    layer, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
     key_head = head // (HEADS // KEY_HEADS)
-    row = tl.load(rows_ptr + check).to(tl.int64)
-    place, count = tl.load(places_ptr + check).to(tl.int64), tl.load(counts_ptr + check)
     LINES: tl.constexpr = K if KEYS_ARE_LINES else V
     COLUMNS: tl.constexpr = V if KEYS_ARE_LINES else K
-    i, j = tl.arange(0, LP), tl.program_id(2) * PART + tl.arange(0, PART)
-    inside = (i < LINES)[:, None] & (j < COLUMNS)[None, :]
-    at = states_ptr + row * slot_stride + (layer * HEADS + head) * (LINES * COLUMNS)
-    at += i[:, None] * COLUMNS + j[None, :]
-    state = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    if HAS_PENDING:
-        of_row = layer.to(tl.int64) * num_rows + row
-        of_head = of_row * HEADS + head
-        begin, end = tl.load(begins_ptr + of_head), tl.load(starts_ptr + check) % EVERY
-        if begin < end:
-            of_keys = pending_keys_ptr + (of_row * KEY_HEADS + key_head) * (EVERY * K)
-            of_values = pending_values_ptr + of_head * (EVERY * V)
-            of_decays = pending_decays_ptr + of_head * EVERY
-            if KEYS_ARE_LINES:
-                state = with_pending(
-                    state, of_keys, of_values, of_decays, begin, end, i, j, LINES, COLUMNS
-                )
-            else:
-                state = with_pending(
-                    state, of_values, of_keys, of_decays, begin, end, i, j, LINES, COLUMNS
-                )
-    token = (layer * num_places + place) * most_tokens
-    keys_ptr += (token * KEY_HEADS + key_head) * K
-    values_ptr += (token * HEADS + head) * V
-    decays_ptr += (token * HEADS + head) * DECAYS
+    i, j = tl.arange(0, LP), tl.program_id(1) * PART + tl.arange(0, PART)
+    in_lines, in_columns = i < LINES, j < COLUMNS
+    inside = in_lines[:, None] & in_columns[None, :]
+    of_matrix = (layer * HEADS + head) * (LINES * COLUMNS) + i[:, None] * COLUMNS + j[None, :]
     # decays of lines, or one of all
-    if DECAYS > 1:
-        of_lines, mask = i, i < LINES
-    else:
-        of_lines, mask = 0 * i, i < LINES
-    last = tl.load(decays_ptr + (count - 1) * (HEADS * DECAYS) + of_lines, mask=mask, other=0.0)
-    state *= tl.exp(last)[:, None]
-    for index in tl.range(count):
-        key_ptr, value_ptr = keys_ptr + index * (KEY_HEADS * K), values_ptr + index * (HEADS * V)
-        line_ptr = key_ptr if KEYS_ARE_LINES else value_ptr
-        column_ptr = value_ptr if KEYS_ARE_LINES else key_ptr
-        line = tl.load(line_ptr + i, mask=i < LINES, other=0.0)
-        column = tl.load(column_ptr + j, mask=j < COLUMNS, other=0.0)
-        decay = tl.load(decays_ptr + index * (HEADS * DECAYS) + of_lines, mask=mask, other=0.0)
-        state += (line * tl.exp(last - decay))[:, None] * column[None, :]
-    tl.store(at, stored(state, states_ptr.dtype.element_ty), mask=inside)
+    of_decays = i if DECAYS > 1 else 0 * i
+    for check in tl.range(num_checks):
+        count = tl.load(counts_ptr + check)
+        if count > 0:
+            row = tl.load(rows_ptr + check).to(tl.int64)
+            place = tl.load(places_ptr + check).to(tl.int64)
+            at = states_ptr + row * slot_stride + of_matrix
+            state = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+            if HAS_PENDING:
+                of_row = layer.to(tl.int64) * num_rows + row
+                of_head = of_row * HEADS + head
+                begin, end = tl.load(begins_ptr + of_head), tl.load(starts_ptr + check) % EVERY
+                if begin < end:
+                    line_ptr = pending_keys_ptr + (of_row * KEY_HEADS + key_head) * (EVERY * K)
+                    column_ptr = pending_values_ptr + of_head * (EVERY * V)
+                    if not KEYS_ARE_LINES:
+                        line_ptr, column_ptr = column_ptr, line_ptr
+                    decay_ptr = pending_decays_ptr + of_head * EVERY
+                    state = with_pending(
+                        state, line_ptr, column_ptr, decay_ptr, begin, end, i, j, LINES, COLUMNS
+                    )
+            token = (layer * num_places + place) * most_tokens
+            key_ptr = keys_ptr + (token * KEY_HEADS + key_head) * K
+            value_ptr = values_ptr + (token * HEADS + head) * V
+            decay_ptr = decays_ptr + (token * HEADS + head) * DECAYS + of_decays
+            last = tl.load(decay_ptr + (count - 1) * (HEADS * DECAYS), mask=in_lines, other=0.0)
+            state *= tl.exp(last)[:, None]
+            for index in tl.range(count):
+                of_key, of_value = key_ptr + index * KEY_HEADS * K, value_ptr + index * HEADS * V
+                line_ptr = of_key if KEYS_ARE_LINES else of_value
+                column_ptr = of_value if KEYS_ARE_LINES else of_key
+                line = tl.load(line_ptr + i, mask=in_lines, other=0.0)
+                column = tl.load(column_ptr + j, mask=in_columns, other=0.0)
+                decay = tl.load(decay_ptr + index * (HEADS * DECAYS), mask=in_lines, other=0.0)
+                state += (line * tl.exp(last - decay))[:, None] * column[None, :]
+            tl.store(at, stored(state, states_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit(
-    do_not_specialize=["num_rows", "num_places", "most_tokens"],
+    do_not_specialize=["num_checks", "num_rows", "num_places", "most_tokens"],
     do_not_specialize_on_alignment=_NUMBERS,
 )
 def _settle_inputs(
@@ -116,6 +114,7 @@ def _settle_inputs(
     places_ptr,
     starts_ptr,
     counts_ptr,
+    num_checks,
     slot_stride,
     num_rows,
     num_places,
@@ -126,27 +125,31 @@ def _settle_inputs(
     HEADS: tl.constexpr,  # with updates that may be pending
     EVERY: tl.constexpr,
 ):
-    check, layer = tl.program_id(0), tl.program_id(1)
-    row = tl.load(rows_ptr + check).to(tl.int64)
-    place, count = tl.load(places_ptr + check).to(tl.int64), tl.load(counts_ptr + check)
-    if HEADS > 0 and tl.program_id(2) == 0:
-        next_place = (tl.load(starts_ptr + check) + count) % EVERY
-        head_ptr = begins_ptr + (layer.to(tl.int64) * num_rows + row) * HEADS
-        for head in tl.range(HEADS):
-            tl.store(head_ptr + head, next_place)
-    c = tl.program_id(2) * PART + tl.arange(0, PART)
+    """For a layer and some channels: the checks one after another."""
+    layer, part = tl.program_id(0), tl.program_id(1)
+    c = part * PART + tl.arange(0, PART)
     mask = c < CHANNELS
-    at = states_ptr + row * slot_stride + (layer * CHANNELS + c) * (WIDTH - 1)
-    from_ptr = inputs_ptr + (layer * num_places + place) * most_tokens * CHANNELS + c
-    last = ()
-    for tap in tl.static_range(WIDTH - 1):
-        index = count - (WIDTH - 1) + tap
-        x = tl.load(from_ptr + index * CHANNELS, mask=mask & (index >= 0), other=0.0)
-        old = tl.load(at + tap + count, mask=mask & (index < 0), other=0.0)
-        last += (tl.where(index >= 0, x, old),)  # type: ignore[assignment]  # as in ``conv_step``
-    tl.debug_barrier()  # a thread may replace what another one has read
-    for tap in tl.static_range(WIDTH - 1):
-        tl.store(at + tap, last[tap], mask=mask)
+    for check in tl.range(num_checks):
+        count = tl.load(counts_ptr + check)
+        if count > 0:
+            row = tl.load(rows_ptr + check).to(tl.int64)
+            place = tl.load(places_ptr + check).to(tl.int64)
+            if HEADS > 0 and part == 0:
+                next_place = (tl.load(starts_ptr + check) + count) % EVERY
+                head_ptr = begins_ptr + (layer.to(tl.int64) * num_rows + row) * HEADS
+                for head in tl.range(HEADS):
+                    tl.store(head_ptr + head, next_place)
+            at = states_ptr + row * slot_stride + (layer * CHANNELS + c) * (WIDTH - 1)
+            from_ptr = inputs_ptr + (layer * num_places + place) * most_tokens * CHANNELS + c
+            last = ()
+            for tap in tl.static_range(WIDTH - 1):
+                index = count - (WIDTH - 1) + tap
+                x = tl.load(from_ptr + index * CHANNELS, mask=mask & (index >= 0), other=0.0)
+                old = tl.load(at + tap + count, mask=mask & (index < 0), other=0.0)
+                last += (tl.where(index >= 0, x, old),)  # type: ignore[assignment]  # see conv_step
+            tl.debug_barrier()  # a thread may replace what another one has read
+            for tap in tl.static_range(WIDTH - 1):
+                tl.store(at + tap, last[tap], mask=mask)
 
 
 def launch_settle(
@@ -167,13 +170,14 @@ def launch_settle(
     num_layers, num_places, most_tokens, channels = inputs.shape
     num_heads, num_lines, num_columns = matrices.shape[2:]
     if num_heads:
-        _settle_matrices[(num_checks, num_layers * num_heads, triton.cdiv(num_columns, _PART))](
+        _settle_matrices[(num_layers * num_heads, triton.cdiv(num_columns, _PART))](
             matrices,
             *pending,
             keys,
             values,
             decays,
             *checks,
+            num_checks,
             matrices.stride(0),
             begins.shape[1],
             num_places,
@@ -191,11 +195,12 @@ def launch_settle(
             num_warps=4,
         )
     part = 1024
-    _settle_inputs[(num_checks, num_layers, triton.cdiv(channels, part))](
+    _settle_inputs[(num_layers, triton.cdiv(channels, part))](
         conv,
         begins,
         inputs,
         *checks,
+        num_checks,
         conv.stride(0),
         begins.shape[1],
         num_places,

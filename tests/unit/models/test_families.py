@@ -457,7 +457,11 @@ def test_layers_of_kimi_linear() -> None:
     spec = parse_spec(KIMI_LINEAR_48B_A3B)
     delta = spec.recurrent
     assert isinstance(delta, KimiDeltaSpec) and len(delta.layers) == 20
-    assert (delta.matrices, delta.conv_width, delta.updates) == ((32, 128, 128), 4, (32, 32, 128, 128))
+    assert (delta.matrices, delta.conv_width, delta.updates) == (
+        (32, 128, 128),
+        4,
+        (32, 32, 128, 128),
+    )
     assert spec.attention_layers == (3, 7, 11, 15, 19, 23, 26) and spec.ropes == (None,) * 27
     assert spec.latent == LatentSpec(latent_dim=512, rope_dim=64, nope_dim=128, value_dim=128)
     assert spec.attention_scale == 192**-0.5 and spec.context == 2**20 and spec.norm_eps == 1e-5

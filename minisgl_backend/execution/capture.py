@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from typing import Generic, TypeVar
 
@@ -22,6 +23,14 @@ from minisgl_backend.progress import Progress
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+
+class StepKind(Enum):
+    """The kinds of steps that have graphs of their own; the values are parts of messages."""
+
+    PLAIN = ""
+    GROUPED = ", grouped"
+    CHECKING = ", with guesses"
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -7,7 +7,8 @@ sampling depend on the number of tokens to sample, so they are launched while th
 ranks have the same graphs and replay the same one, since the choice depends only on the plan.
 
 If attention can read shared pages of decoding rows together, there are separate graphs for steps in
-which that is faster (``attention.base.GroupedDecode``).
+which that is faster (``attention.base.GroupedDecode``). If the model has recurrent layers, steps
+that check guesses have graphs of their own, as in ``decode_graphs``.
 
 Must not know models or attention: what is captured is a function of a ``ChunkInputs``.
 """
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor
 
 from minisgl_backend.device.base import Device, HostArray
-from minisgl_backend.execution.capture import Captured, capture
+from minisgl_backend.execution.capture import Captured, StepKind, capture
 from minisgl_backend.execution.flat_batch import FlatBatch
 from minisgl_backend.plan import Groups, StepPlan
 from minisgl_backend.progress import Progress
@@ -64,15 +65,18 @@ class ChunkInputs:
     decode_lengths: Tensor
 
     @classmethod
-    def of(cls, buffer: Tensor, num_tokens: int, max_rows: int) -> ChunkInputs:
-        """The inputs for ``num_tokens``, at the beginning of ``buffer``."""
-        borders = [0, *accumulate(_lengths(num_tokens, max_rows))]
+    def of(
+        cls, buffer: Tensor, num_tokens: int, max_rows: int, most_guesses: int = 0
+    ) -> ChunkInputs:
+        """The inputs for ``num_tokens``, at the beginning of ``buffer``. Up to ``most_guesses`` are
+        decoded."""
+        borders = [0, *accumulate(_lengths(num_tokens, max_rows, most_guesses))]
         return cls(buffer[: borders[-1]], *(buffer[a:b] for a, b in pairwise(borders)))
 
 
-def _lengths(num_tokens: int, max_rows: int) -> list[int]:
+def _lengths(num_tokens: int, max_rows: int, most_guesses: int) -> list[int]:
     """The lengths of the parts of a ``ChunkInputs``, in the order of its fields."""
-    chunks, decodes = max_chunks(num_tokens, max_rows), min(num_tokens, max_rows)
+    chunks, decodes = max_chunks(num_tokens, max_rows), min(num_tokens, max_rows + most_guesses)
     return [num_tokens] * 3 + [chunks, chunks + 1, chunks] + [decodes] * 2
 
 
@@ -81,7 +85,7 @@ def max_chunks(num_tokens: int, max_rows: int) -> int:
     return min(-(-num_tokens // _TOKENS_PER_CHUNK), max_rows)
 
 
-def fill(num_tokens: int, max_rows: int, batch: FlatBatch) -> IntArray:
+def fill(num_tokens: int, max_rows: int, batch: FlatBatch, most_guesses: int = 0) -> IntArray:
     """The content of a ``ChunkInputs`` for ``batch``; the dummy row is row ``max_rows``."""
     num_decodes, end = batch.num_decodes, len(batch.rows)
     # padding and values, in the order of the fields
@@ -95,7 +99,7 @@ def fill(num_tokens: int, max_rows: int, batch: FlatBatch) -> IntArray:
         (max_rows, batch.rows[:num_decodes]),
         (1, batch.positions[:num_decodes] + 1),
     )
-    lengths = _lengths(num_tokens, max_rows)
+    lengths = _lengths(num_tokens, max_rows, most_guesses)
     content = np.empty(sum(lengths), np.int32)
     begin = 0
     for length, (padding, values) in zip(lengths, parts, strict=True):
@@ -117,45 +121,48 @@ class ChunkGraphs:
     def __init__(
         self,
         device: Device,
-        layers: Callable[[ChunkInputs, bool], Tensor],
+        layers: Callable[[ChunkInputs, StepKind], Tensor],
         sizes: Sequence[int],
         *,
         max_rows: int,
+        most_guesses: int = 0,
         progress: Progress,
         take_groups: Callable[[Groups], bool] | None = None,
         fits: Callable[[FlatBatch, int], bool] | None = None,
         take: Callable[[FlatBatch, int], None] | None = None,
     ):
-        """``layers(inputs, grouped)`` enqueues all layers over the tokens of its inputs, and
-        returns the residual stream [num_tokens, hidden_size]. ``sizes`` are numbers of tokens,
-        ascending. Before the layers are enqueued, ``take_groups`` gets a step's groups and returns
+        """``layers(inputs, kind)`` enqueues all layers over the tokens of its inputs, and returns
+        the residual stream [num_tokens, hidden_size]. ``sizes`` are numbers of tokens, ascending.
+        A step decodes up to ``most_guesses``; if there may be some, such steps have graphs of their
+        own. Before the layers are enqueued, ``take_groups`` gets a step's groups and returns
         whether the step is to be grouped, and ``take`` gets the step and the size. ``fits`` says
         whether ``take`` has room for a step whose tokens and chunks fit the size."""
         self._device = device
         self._fits = fits or (lambda batch, size: True)
         self._take = take or (lambda batch, size: None)
         self._sizes = list(sizes)
-        self._max_rows = max_rows
-        most = sum(_lengths(self._sizes[-1], max_rows))
+        self._shape = max_rows, most_guesses
+        most = sum(_lengths(self._sizes[-1], max_rows, most_guesses))
         self._buffer = torch.empty(most, dtype=torch.int32, device=device.torch_device)
 
-        def graphs_of(what: str, sizes: Sequence[int], *, grouped: bool) -> Captured[Tensor]:
+        def graphs_of(kind: StepKind, sizes: Sequence[int]) -> Captured[Tensor]:
             return capture(
                 device,
-                what,
+                f"number of tokens{kind.value}",
                 sizes,
-                lambda size: layers(ChunkInputs.of(self._buffer, size, max_rows), grouped),
+                lambda size: layers(ChunkInputs.of(self._buffer, size, *self._shape), kind),
                 prepare=lambda size: self._write(size, FlatBatch.of(StepPlan(step=-1))),
                 option="cuda_graph_max_tokens",
                 progress=progress,
             )
 
-        self._graphs = {False: graphs_of("number of tokens", self._sizes, grouped=False)}
-        """By whether steps are grouped."""
+        self._graphs = {StepKind.PLAIN: graphs_of(StepKind.PLAIN, self._sizes)}
         self._take_groups = take_groups or (lambda groups: False)
         if take_groups is not None:
             larger = [size for size in self._sizes if size >= _LEAST_GROUPED]
-            self._graphs[True] = graphs_of("number of tokens, grouped", larger, grouped=True)
+            self._graphs[StepKind.GROUPED] = graphs_of(StepKind.GROUPED, larger)
+        if most_guesses:
+            self._graphs[StepKind.CHECKING] = graphs_of(StepKind.CHECKING, self._sizes)
 
     @property
     def captured(self) -> list[Captured[Tensor]]:
@@ -171,9 +178,12 @@ class ChunkGraphs:
         """Enqueue the layers of a step that fits ``size``. Returns the residual stream after them,
         [num_tokens, hidden_size] followed by padding, which the next replay overwrites."""
         self._write(size, batch)
-        may_group = True in self._graphs and size in self._graphs[True].graphs
-        is_grouped = may_group and self._take_groups(batch.groups)
-        graph = self._graphs[is_grouped].graphs[size]
+        kind, grouped = StepKind.PLAIN, self._graphs.get(StepKind.GROUPED)
+        if len(batch.check_lengths):
+            kind = StepKind.CHECKING
+        elif grouped is not None and size in grouped.graphs and self._take_groups(batch.groups):
+            kind = StepKind.GROUPED
+        graph = self._graphs[kind].graphs[size]
         graph.replay()
         return graph.output
 
@@ -183,6 +193,7 @@ class ChunkGraphs:
             captured.graphs.clear()
 
     def _write(self, size: int, batch: FlatBatch) -> None:
-        content = fill(size, self._max_rows, batch)
+        max_rows, most_guesses = self._shape
+        content = fill(size, max_rows, batch, most_guesses)
         self._device.overwrite(self._buffer[: len(content)], content)
         self._take(batch, size)

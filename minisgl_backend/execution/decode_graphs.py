@@ -23,14 +23,13 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from functools import partial
 from typing import Any, Final, Protocol, TypeVar
 
 import numpy as np
 
 from minisgl_backend.device.base import Device
-from minisgl_backend.execution.capture import Captured, capture
+from minisgl_backend.execution.capture import Captured, StepKind, capture
 from minisgl_backend.execution.sampling import StepLogits, StepOutput
 from minisgl_backend.kernels.rows import RowTable, StepInputs
 from minisgl_backend.plan import LAST_TOKEN, NO_GROUPS, Decodes, Groups
@@ -41,14 +40,6 @@ T = TypeVar("T")
 
 _LEAST_GROUPED: Final = 8
 """The fewest rows of a step whose groups are worth a graph."""
-
-
-class StepKind(Enum):
-    """Which graphs a step takes; the values name them."""
-
-    PLAIN = "batch size"
-    GROUPED = "batch size, grouped"
-    CHECKING = "batch size, with guesses"
 
 
 class Sample(Protocol):
@@ -191,7 +182,7 @@ class DecodeGraphs:
         """Graphs of steps in two parts."""
         for kind, of_kind in sizes_of.items():
             capturing = _Capturing(
-                kind.value,
+                f"batch size{kind.value}",
                 of_kind,
                 partial(begin, kind=kind),
                 sample,
@@ -305,5 +296,3 @@ class DecodeGraphs:
             self._schedule(np.ones(size, np.int32))
         if self._take_rows is not None:
             self._take_rows(EMPTY, size)
-        if self._take_checks is not None:
-            self._take_checks(Decodes(), EMPTY, size)

@@ -256,10 +256,9 @@ class ModelExecutor:
         if self._states is not None:
             self._states.restore(batch)
         graphs = self._graphs_for(batch.rows).chunk
-        if graphs is not None and not len(batch.check_lengths):
-            size = graphs.size_for(batch)
-            if size is not None:
-                return graphs.replay(size, batch)
+        size = None if graphs is None else graphs.size_for(batch)
+        if graphs is not None and size is not None:
+            return graphs.replay(size, batch)
         return self.stages.forward.over_batch(batch)
 
     def _compile_and_capture(self, progress: Progress) -> None:

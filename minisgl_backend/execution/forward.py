@@ -110,9 +110,11 @@ class ForwardPass:
         grouped: bool = False,
         adapted: AdaptedTokens | None = None,
         runs: Runs | None = None,
+        checks: CheckedTokens | None = None,
     ) -> Tensor:
         """The same for the tokens of ``inputs``, including padding. ``adapted``: the tokens by
-        adapter, if any uses one; ``runs``: the chunks, if the model has recurrent layers."""
+        adapter, if any uses one; ``runs``: the chunks, if the model has recurrent layers; and
+        ``checks``: those of the decoding rows, if it has, and these have guesses."""
         table, rows, positions = self._rows.table, inputs.rows.long(), inputs.positions
         tokens = torch.where(inputs.tokens == LAST_TOKEN, table.tokens[rows], inputs.tokens)
         page_size = self._rows.page_size
@@ -139,7 +141,7 @@ class ForwardPass:
         if runs is not None:
             is_padding = inputs.decode_rows == table.dummy_row
             decode_slots = inputs.decode_rows.masked_fill(is_padding, -1)
-            recurrent = RecurrentRows(decode_slots.long(), runs)
+            recurrent = RecurrentRows(decode_slots.long(), runs, checks)
         hidden: Tensor = self._model(
             tokens,
             positions,

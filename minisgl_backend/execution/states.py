@@ -39,7 +39,7 @@ from minisgl_backend.kernels.layer_states import LayerStates, PendingUpdates, Un
 from minisgl_backend.kernels.settle import Settling, settle
 from minisgl_backend.models.spec import DeltaSpec, RecurrentSpec, state_bytes
 from minisgl_backend.plan import NO_SNAPSHOT, WHOLE_EVERY, StepPlan
-from minisgl_backend.request import IntArray
+from minisgl_backend.request import EMPTY, IntArray
 
 
 class StateStorage:
@@ -225,7 +225,8 @@ class CapturedChecks:
         self._device = device
         self._begin = 4 * states.num_checks  # of the lines
         size = self._begin + most_tokens * CHECK_COLUMNS
-        self._buffer = torch.zeros(size, dtype=torch.int32, device=device.torch_device)
+        self._buffer = torch.empty(size, dtype=torch.int32, device=device.torch_device)
+        self.write(EMPTY, EMPTY, EMPTY, most_tokens)
 
     def begin(self, size: int) -> CheckedTokens:
         """Settle the states of a step's rows; returns the checks of a step of ``size`` tokens."""
@@ -233,7 +234,13 @@ class CapturedChecks:
         lines = self._buffer[self._begin :].view(-1, CHECK_COLUMNS)
         return CheckedTokens(lines[:size])
 
-    def write(self, rows: IntArray, positions: IntArray, lengths: IntArray, size: int) -> None:
+    def write(
+        self,
+        rows: IntArray | HostArray,
+        positions: IntArray | HostArray,
+        lengths: IntArray,
+        size: int,
+    ) -> None:
         """Begin the checks of a step, and settle those that are due (``StateStorage``)."""
         content = np.zeros(self._begin + size * CHECK_COLUMNS, np.int32)
         if due := self._states.take_due():

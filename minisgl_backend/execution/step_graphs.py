@@ -15,12 +15,14 @@ from torch import Tensor
 
 from minisgl_backend.attention.base import GroupedDecode, PagedAttention, ScheduledDecode
 from minisgl_backend.execution.adapters import CapturedAdapters
+from minisgl_backend.execution.capture import StepKind
 from minisgl_backend.execution.chunk_graphs import ChunkGraphs, ChunkInputs, max_chunks
-from minisgl_backend.execution.decode_graphs import DecodeGraphs, StepKind
+from minisgl_backend.execution.decode_graphs import DecodeGraphs
 from minisgl_backend.execution.flat_batch import FlatBatch
 from minisgl_backend.execution.sampling import StepLogits
 from minisgl_backend.execution.stages import Stages
 from minisgl_backend.execution.states import CapturedChecks, CapturedRuns
+from minisgl_backend.kernels.checks import CheckedTokens
 from minisgl_backend.kernels.rows import StepInputs
 from minisgl_backend.plan import Decodes, Groups
 from minisgl_backend.progress import Progress
@@ -75,13 +77,26 @@ def _captured_adapters(stages: Stages, most_tokens: int) -> CapturedAdapters:
     return CapturedAdapters(stages.adapters, stages.device, most_tokens)
 
 
+def _captured_checks(stages: Stages, most_tokens: int) -> CapturedChecks | None:
+    """The checks of steps of up to ``most_tokens``, if layers with recurrent states need them."""
+    if stages.states is None or not stages.limits.most_guesses:
+        return None
+    return CapturedChecks(stages.states, stages.device, most_tokens)
+
+
+def _begun(captured: CapturedChecks | None, size: int, kind: StepKind) -> CheckedTokens | None:
+    """The checks of a step of this kind, whose states are settled first."""
+    if captured is None or kind is not StepKind.CHECKING:
+        return None
+    return captured.begin(size)
+
+
 def _decode_graphs(
     stages: Stages, progress: Progress, adapters: CapturedAdapters | None
 ) -> DecodeGraphs:
-    decode, limits, captured = stages.attention.decode, stages.limits, None
+    decode, limits = stages.attention.decode, stages.limits
     most_checked = limits.most_checks + limits.most_guesses
-    if stages.states is not None and limits.most_guesses:
-        captured = CapturedChecks(stages.states, stages.device, limits.graph_sizes[-1])
+    captured = _captured_checks(stages, limits.graph_sizes[-1])
 
     def forward(inputs: StepInputs, batch_size: int, kind: StepKind) -> StepLogits:
         return stages.decoded(
@@ -89,9 +104,7 @@ def _decode_graphs(
             batch_size,
             grouped=kind is StepKind.GROUPED,
             adapted=None if adapters is None else adapters.view(batch_size),
-            checks=captured.begin(batch_size)
-            if captured is not None and kind is StepKind.CHECKING
-            else None,
+            checks=_begun(captured, batch_size, kind),
         )
 
     def take_checks(decodes: Decodes, lengths: IntArray, size: int) -> None:
@@ -118,18 +131,21 @@ def _decode_graphs(
 def _chunk_graphs(
     stages: Stages, progress: Progress, adapters: CapturedAdapters | None
 ) -> ChunkGraphs:
-    sizes, max_rows, runs = stages.limits.chunk_graph_sizes, stages.limits.max_rows, None
+    limits = stages.limits
+    sizes, max_rows, runs = limits.chunk_graph_sizes, limits.max_rows, None
     if stages.states is not None:
         room = partial(max_chunks, max_rows=max_rows)
         runs = CapturedRuns(stages.states, stages.device, room, sizes[-1])
+    captured = _captured_checks(stages, sizes[-1])
 
-    def layers(inputs: ChunkInputs, grouped: bool) -> Tensor:
+    def layers(inputs: ChunkInputs, kind: StepKind) -> Tensor:
         size = len(inputs.tokens)
         return stages.forward.over_chunks(
             inputs,
-            grouped=grouped,
+            grouped=kind is StepKind.GROUPED,
             adapted=None if adapters is None else adapters.view(size),
             runs=None if runs is None else runs.view(size),
+            checks=_begun(captured, len(inputs.decode_rows), kind),
         )
 
     def take(batch: FlatBatch, size: int) -> None:
@@ -137,12 +153,16 @@ def _chunk_graphs(
             adapters.write(batch.rows, size)
         if runs is not None:
             runs.write(batch, size)
+        if captured is not None and len(batch.check_lengths):
+            own = slice(batch.num_decodes)
+            captured.write(batch.rows[own], batch.positions[own], batch.check_lengths, size)
 
     return ChunkGraphs(
         stages.device,
         layers,
         sizes,
         max_rows=max_rows,
+        most_guesses=0 if captured is None else limits.most_guesses,
         progress=progress,
         take_groups=take_groups_of(stages.attention) if adapters is None else None,
         fits=None if runs is None else runs.fits,

@@ -88,14 +88,15 @@ def short_conv_checks(
     checks: CheckedTokens,
 ) -> None:
     """The same for the tokens of ``checks``, the first ones, which leave the convolution's states
-    as they are. ``slots`` int64 [num_tokens] are those of their rows. Other tokens among
-    ``slots``, which are padding, get any finite numbers."""
+    as they are. ``slots`` int64 [num_tokens] are those of their rows, and -1 for a token that is
+    left to others. Other tokens of padding get zeros."""
     assert states.unsettled is not None
     kept, num_tokens = states.unsettled.inputs, len(slots)
-    own = out[:num_tokens].zero_()
+    own, c = out[:num_tokens], inputs.c[:num_tokens]
     gated = inputs.b[:num_tokens] * inputs.x[:num_tokens]
-    causal_conv_checks(own, gated, states.conv, kept, slots, checks, weight, bias, silu=False)
-    own *= inputs.c[:num_tokens]
+    mixed = torch.zeros_like(gated)
+    causal_conv_checks(mixed, gated, states.conv, kept, slots, checks, weight, bias, silu=False)
+    own.copy_(torch.where((slots >= 0)[:, None], mixed * c, own))
 
 
 def short_conv_step_reference(

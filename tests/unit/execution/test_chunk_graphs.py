@@ -32,7 +32,7 @@ from minisgl_backend.execution.flat_batch import FlatBatch
 from minisgl_backend.execution.forward import ForwardPass
 from minisgl_backend.execution.rows import DeviceRows
 from minisgl_backend.execution.stages import ExecutorLimits
-from minisgl_backend.execution.states import CapturedRuns, StateStorage
+from minisgl_backend.execution.states import CapturedChecks, CapturedRuns, StateStorage
 from minisgl_backend.execution.storage import KVStorage
 from minisgl_backend.kernels.rows import StepInputs, begin_decode
 from minisgl_backend.models.build import build_model
@@ -44,6 +44,7 @@ from tests.conformance.checkpoints import CONTEXT, VOCAB_SIZE, write_checkpoint
 from tests.unit.execution.test_flat_batch import ints, plan_of
 
 MAX_ROWS = 9
+MOST_GUESSES = 20
 
 
 @st.composite
@@ -187,12 +188,17 @@ class Layers:
                 dtype=torch.float32,
                 state_dtype=torch.float32,
                 device=cpu,
+                num_checks=3,
+                most_tokens=8,
             )
             self.model.bind_states(self.states.layers)
         self.forward = ForwardPass(self.model, self.rows, self.attention, self.device, self.states)
 
     def over_batch(self, plan: StepPlan) -> Tensor:
-        return self.forward.over_batch(FlatBatch.of(plan))
+        if self.states is not None:
+            self.states.find_due(plan)
+            self.states.settle_due(self.device.upload)
+        return self.forward.over_batch(self.batch_of(plan))
 
     def over_decodes(self, decodes: Decodes, tokens: IntArray) -> Tensor:
         """As decode graphs compute it."""
@@ -203,16 +209,25 @@ class Layers:
         return self.forward.over_decodes(begin_decode(table, given, lines.shape[1], PAGE_SIZE))
 
     def over_inputs(self, size: int, plan: StepPlan) -> Tensor:
-        batch, runs = FlatBatch.of(plan), None
-        content = fill(size, MAX_ROWS, batch)
-        inputs = ChunkInputs.of(torch.from_numpy(content), size, MAX_ROWS)
+        batch, runs, checks = self.batch_of(plan), None, None
+        shape = MAX_ROWS, MOST_GUESSES
+        content = fill(size, MAX_ROWS, batch, MOST_GUESSES)
+        inputs = ChunkInputs.of(torch.from_numpy(content), size, *shape)
         if self.states is not None:
             room = partial(max_chunks, max_rows=MAX_ROWS)
             captured = CapturedRuns(self.states, self.device, room, 128)
             assert captured.fits(batch, size)
             captured.write(batch, size)
             runs = captured.view(size)
-        return self.forward.over_chunks(inputs, runs=runs)
+            if len(lengths := batch.check_lengths):
+                own = slice(batch.num_decodes)
+                of_checks = CapturedChecks(self.states, self.device, 128)
+                of_checks.write(batch.rows[own], batch.positions[own], lengths, size)
+                checks = of_checks.begin(len(inputs.decode_rows))
+        return self.forward.over_chunks(inputs, runs=runs, checks=checks)
+
+    def batch_of(self, plan: StepPlan) -> FlatBatch:
+        return FlatBatch.of(plan, decodes_checks=self.states is not None)
 
     @property
     def memory(self) -> list[Tensor]:
@@ -323,6 +338,31 @@ def test_guesses_are_alike_as_chunks_and_as_decoding_rows(
     decodes, tokens, _ = as_decodes(plan, with_checks=True)
     torch.testing.assert_close(layers.over_decodes(decodes, tokens), expected, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(layers.memory, after, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("case", ["qwen3.5", "nemotron-h", "falcon-h1", "lfm2", "kimi-linear"])
+@pytest.mark.usefixtures("nan_where_unwritten")
+@torch.inference_mode()
+def test_guesses_beside_prompts(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two rows check guesses, one decodes beside them, and one begins its prompt; then the first
+    two go on after different numbers of guesses."""
+    monkeypatch.setattr(choose, "has_triton", lambda: True)
+    write_checkpoint(case, tmp_path)
+    layers = Layers(tmp_path)
+    layers.over_batch(plan_of([(1, 0, 20, 1), (2, 0, 3, 1), (0, 0, 9, 1)], []))
+    plan = plan_of([(3, 0, 7, 1)], [(0, 9)], [(1, 20, 6), (2, 3, 2)])
+    plan.checks.tokens[:] = torch.arange(8).numpy()
+    after = plan_of([(3, 7, 2, 1)], [(0, 10), (1, 23), (2, 5)])
+    before = layers.copy_of_memory()
+    expected, then = layers.over_batch(plan), layers.over_batch(after)
+    kept = layers.copy_of_memory()
+    for size in (16, 32, 100):
+        layers.go_back(before)
+        hidden = layers.over_inputs(size, plan)
+        torch.testing.assert_close(hidden[: plan.num_tokens], expected, atol=1e-3, rtol=1e-3)
+        assert hidden.isfinite().all()
+        torch.testing.assert_close(layers.over_batch(after), then, atol=1e-3, rtol=1e-3)
+        torch.testing.assert_close(layers.memory, kept, atol=1e-3, rtol=1e-3)
 
 
 # --- what has to fit beside the graphs -----------------------------------------------------------

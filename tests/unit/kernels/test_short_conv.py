@@ -75,7 +75,7 @@ def test_checks_give_what_steps_give(width: int) -> None:
     found = torch.full_like(inputs.x, 7.0)
     short_conv_checks(found, inputs, *weights, states, slots, checks)
     assert torch.equal(states.conv, conv)
-    stepped, expected = conv.clone(), torch.zeros_like(inputs.x)
+    stepped, expected = conv.clone(), torch.full_like(inputs.x, 7.0)
     after: dict[tuple[int, int], Tensor] = {}  # the row's states after each token
     for begin, length, _ in checks.listed():
         slot = slots[begin : begin + 1]
@@ -84,7 +84,6 @@ def test_checks_give_what_steps_give(width: int) -> None:
             part = ShortConvInputs(inputs.b[one], inputs.c[one], inputs.x[one])
             short_conv_step(expected[one], part, *weights, stepped, slot)
             after[int(slot), count] = stepped[slot[0]].clone()
-    expected[len(slots) :] = 7.0
     torch.testing.assert_close(found, expected)
     for count in range(1, 9):
         settled = replace(states, conv=conv.clone())

@@ -65,18 +65,16 @@ class ChunkInputs:
     decode_lengths: Tensor
 
     @classmethod
-    def of(
-        cls, buffer: Tensor, num_tokens: int, max_rows: int, most_guesses: int = 0
-    ) -> ChunkInputs:
-        """The inputs for ``num_tokens``, at the beginning of ``buffer``. Up to ``most_guesses`` are
-        decoded."""
-        borders = [0, *accumulate(_lengths(num_tokens, max_rows, most_guesses))]
+    def of(cls, buffer: Tensor, num_tokens: int, max_rows: int, most_decodes: int) -> ChunkInputs:
+        """The inputs for ``num_tokens``, at the beginning of ``buffer``, of which up to
+        ``most_decodes`` are those of decoding rows."""
+        borders = [0, *accumulate(_lengths(num_tokens, max_rows, most_decodes))]
         return cls(buffer[: borders[-1]], *(buffer[a:b] for a, b in pairwise(borders)))
 
 
-def _lengths(num_tokens: int, max_rows: int, most_guesses: int) -> list[int]:
+def _lengths(num_tokens: int, max_rows: int, most_decodes: int) -> list[int]:
     """The lengths of the parts of a ``ChunkInputs``, in the order of its fields."""
-    chunks, decodes = max_chunks(num_tokens, max_rows), min(num_tokens, max_rows + most_guesses)
+    chunks, decodes = max_chunks(num_tokens, max_rows), min(num_tokens, most_decodes)
     return [num_tokens] * 3 + [chunks, chunks + 1, chunks] + [decodes] * 2
 
 
@@ -85,7 +83,7 @@ def max_chunks(num_tokens: int, max_rows: int) -> int:
     return min(-(-num_tokens // _TOKENS_PER_CHUNK), max_rows)
 
 
-def fill(num_tokens: int, max_rows: int, batch: FlatBatch, most_guesses: int = 0) -> IntArray:
+def fill(num_tokens: int, max_rows: int, most_decodes: int, batch: FlatBatch) -> IntArray:
     """The content of a ``ChunkInputs`` for ``batch``; the dummy row is row ``max_rows``."""
     num_decodes, end = batch.num_decodes, len(batch.rows)
     # padding and values, in the order of the fields
@@ -99,7 +97,7 @@ def fill(num_tokens: int, max_rows: int, batch: FlatBatch, most_guesses: int = 0
         (max_rows, batch.rows[:num_decodes]),
         (1, batch.positions[:num_decodes] + 1),
     )
-    lengths = _lengths(num_tokens, max_rows, most_guesses)
+    lengths = _lengths(num_tokens, max_rows, most_decodes)
     content = np.empty(sum(lengths), np.int32)
     begin = 0
     for length, (padding, values) in zip(lengths, parts, strict=True):
@@ -125,24 +123,26 @@ class ChunkGraphs:
         sizes: Sequence[int],
         *,
         max_rows: int,
-        most_guesses: int = 0,
+        most_decodes: int,
         progress: Progress,
+        checks: bool = False,
         take_groups: Callable[[Groups], bool] | None = None,
         fits: Callable[[FlatBatch, int], bool] | None = None,
         take: Callable[[FlatBatch, int], None] | None = None,
     ):
         """``layers(inputs, kind)`` enqueues all layers over the tokens of its inputs, and returns
         the residual stream [num_tokens, hidden_size]. ``sizes`` are numbers of tokens, ascending.
-        A step decodes up to ``most_guesses``; if there may be some, such steps have graphs of their
-        own. Before the layers are enqueued, ``take_groups`` gets a step's groups and returns
-        whether the step is to be grouped, and ``take`` gets the step and the size. ``fits`` says
-        whether ``take`` has room for a step whose tokens and chunks fit the size."""
+        A step has up to ``most_decodes`` tokens of decoding rows. With ``checks``, steps that check
+        guesses have graphs of their own. Before the layers are enqueued, ``take_groups`` gets a
+        step's groups and returns whether the step is to be grouped, and ``take`` gets the step and
+        the size. ``fits`` says whether ``take`` has room for a step whose tokens and chunks fit the
+        size."""
         self._device = device
         self._fits = fits or (lambda batch, size: True)
         self._take = take or (lambda batch, size: None)
         self._sizes = list(sizes)
-        self._shape = max_rows, most_guesses
-        most = sum(_lengths(self._sizes[-1], max_rows, most_guesses))
+        self._shape = max_rows, most_decodes
+        most = sum(_lengths(self._sizes[-1], max_rows, most_decodes))
         self._buffer = torch.empty(most, dtype=torch.int32, device=device.torch_device)
 
         def graphs_of(kind: StepKind, sizes: Sequence[int]) -> Captured[Tensor]:
@@ -161,7 +161,7 @@ class ChunkGraphs:
         if take_groups is not None:
             larger = [size for size in self._sizes if size >= _LEAST_GROUPED]
             self._graphs[StepKind.GROUPED] = graphs_of(StepKind.GROUPED, larger)
-        if most_guesses:
+        if checks:
             self._graphs[StepKind.CHECKING] = graphs_of(StepKind.CHECKING, self._sizes)
 
     @property
@@ -193,7 +193,6 @@ class ChunkGraphs:
             captured.graphs.clear()
 
     def _write(self, size: int, batch: FlatBatch) -> None:
-        max_rows, most_guesses = self._shape
-        content = fill(size, max_rows, batch, most_guesses)
+        content = fill(size, *self._shape, batch)
         self._device.overwrite(self._buffer[: len(content)], content)
         self._take(batch, size)

@@ -31,6 +31,7 @@ import numpy as np
 from minisgl_backend.device.base import Device
 from minisgl_backend.execution.capture import Captured, StepKind, capture
 from minisgl_backend.execution.sampling import StepLogits, StepOutput
+from minisgl_backend.execution.unsettled import UnsettledStep
 from minisgl_backend.kernels.rows import RowTable, StepInputs
 from minisgl_backend.plan import LAST_TOKEN, NO_GROUPS, Decodes, Groups
 from minisgl_backend.progress import Progress
@@ -140,7 +141,7 @@ class DecodeGraphs:
         schedule: Callable[[IntArray], None] | None = None,
         take_groups: Callable[[Groups], bool] | None = None,
         take_rows: Callable[[IntArray, int], None] | None = None,
-        take_checks: Callable[[Decodes, IntArray, int], None] | None = None,
+        take_checks: Callable[[Decodes, UnsettledStep, int], None] | None = None,
         most_checked: int = 0,
     ):
         """``forward(inputs, batch_size, kind)`` enqueues a decode step of the first rows of its
@@ -148,8 +149,8 @@ class DecodeGraphs:
         ranks. Before a step is enqueued, ``schedule`` gets the rows' lengths, int32 [batch_size];
         ``take_groups`` gets the step's groups, and returns whether it is to be grouped;
         ``take_rows`` gets its rows and the batch size; and ``take_checks``, which is given if
-        steps with guesses have graphs of their own, gets what decodes, the numbers of tokens of
-        its rows and the batch size. Such steps have at most ``most_checked`` tokens."""
+        steps with guesses have graphs of their own, gets what decodes, what it does to states and
+        the batch size. Such steps have at most ``most_checked`` tokens."""
         self._device = device
         self._table = table
         self._sizes = sorted(sizes)
@@ -221,21 +222,19 @@ class DecodeGraphs:
         grants: IntArray,
         groups: Groups = NO_GROUPS,
         *,
-        check_lengths: IntArray = EMPTY,
+        unsettled: UnsettledStep | None = None,
         all_logits: bool = True,
     ) -> StepOutput:
         """Enqueue a decode step that first writes ``grants``, int32 [3, num_grants]. ``tokens``,
         int32 [num_decodes], are each a token id or ``LAST_TOKEN``; if there are none, all are that.
-        Members of ``groups`` are indices of ``decodes``. ``check_lengths``: see ``FlatBatch``; only
-        with ``take_checks``. ``all_logits``: see ``Sampler.sample``.
+        Members of ``groups`` are indices of ``decodes``. ``unsettled`` is given if there are
+        guesses and ``take_checks``. ``all_logits``: see ``Sampler.sample``.
 
         The first elements of the output belong to the rows, the others to padding.
         """
-        size = self._prepare(decodes, tokens, grants, check_lengths)
-        kind = StepKind.PLAIN
-        if len(check_lengths):
-            kind = StepKind.CHECKING
-        elif size >= _LEAST_GROUPED and self._take_groups(groups):
+        size, kind = self._prepare(decodes, tokens, grants, unsettled)
+        is_plain = kind is StepKind.PLAIN
+        if is_plain and size >= _LEAST_GROUPED and self._take_groups(groups):
             kind = StepKind.GROUPED
         if not self._whole:
             return self._parts[kind].replay(size, all_logits=all_logits)()
@@ -249,18 +248,22 @@ class DecodeGraphs:
         tokens: IntArray,
         grants: IntArray,
         *,
-        check_lengths: IntArray = EMPTY,
+        unsettled: UnsettledStep | None = None,
     ) -> Callable[[], StepOutput]:
         """Enqueue the step up to its logits. Calling the result enqueues the rest, and must be done
         before any other step."""
-        size = self._prepare(decodes, tokens, grants, check_lengths)
-        kind = StepKind.CHECKING if len(check_lengths) else StepKind.PLAIN
+        size, kind = self._prepare(decodes, tokens, grants, unsettled)
         return self._parts[kind].replay(size, all_logits=True)
 
     def _prepare(
-        self, decodes: Decodes, tokens: IntArray, grants: IntArray, check_lengths: IntArray
-    ) -> int:
-        """Write the inputs of a step; returns the size of its graph."""
+        self,
+        decodes: Decodes,
+        tokens: IntArray,
+        grants: IntArray,
+        unsettled: UnsettledStep | None,
+    ) -> tuple[int, StepKind]:
+        """Write the inputs of a step; returns the size and the kind of its graph, unless it is
+        grouped."""
         rows = decodes.rows
         num_rows, num_grants = len(rows), grants.shape[1]
         size = self._sizes[bisect.bisect_left(self._sizes, num_rows)]
@@ -280,9 +283,10 @@ class DecodeGraphs:
             self._schedule(lengths)
         if self._take_rows is not None:
             self._take_rows(rows, size)
-        if self._take_checks is not None and len(check_lengths):
-            self._take_checks(decodes, check_lengths, size)
-        return size
+        if self._take_checks is None or unsettled is None:
+            return size, StepKind.PLAIN
+        self._take_checks(decodes, unsettled, size)
+        return size, StepKind.CHECKING
 
     def close(self) -> None:
         """Destroy the graphs, which hold the addresses of everything they use."""

@@ -33,12 +33,14 @@ from minisgl_backend.execution.stages import ExecutorLimits, Stages, WatchLogits
 from minisgl_backend.execution.states import StateStorage
 from minisgl_backend.execution.step_graphs import StepGraphs, capture_steps, take_groups_of
 from minisgl_backend.execution.storage import KVStorage
+from minisgl_backend.execution.unsettled import Due, UnsettledStep
 from minisgl_backend.execution.warm_up import WarmUp
+from minisgl_backend.kernels.settle import Settling
 from minisgl_backend.models.adapter_slots import AdapterSlots
 from minisgl_backend.models.decoder import Decoder
 from minisgl_backend.plan import Copies, Draws, Pending, StepPlan
 from minisgl_backend.progress import Progress, unseen
-from minisgl_backend.request import EMPTY, IntArray
+from minisgl_backend.request import IntArray
 
 T = TypeVar("T")
 
@@ -169,10 +171,9 @@ class ModelExecutor:
             if grants.shape[1] > graphs.max_grants:
                 stages.rows.grant(grants)
                 grants = grants[:, :0]
-            lengths = check_lengths(plan) if has_states else EMPTY
-            self._prepare_states(plan, graph_settles=len(lengths) > 0)
+            unsettled = self._unsettled_step(plan)
             if len(plan.masked_rows):
-                finish = graphs.begin(decodes, tokens, grants, check_lengths=lengths)
+                finish = graphs.begin(decodes, tokens, grants, unsettled=unsettled)
                 return partial(self._finish, plan, finish)
             replay = partial(
                 graphs.replay,
@@ -180,12 +181,13 @@ class ModelExecutor:
                 tokens,
                 grants,
                 groups,
-                check_lengths=lengths,
+                unsettled=unsettled,
                 all_logits=all_logits,
             )
             return partial(self._finish, plan, replay)
         stages.rows.grant(grants)
-        self._prepare_states(plan)
+        if self._states is not None:
+            self._settle_and_keep(self._states, plan, self._states.take_due(plan))
         batch = FlatBatch.of(plan, decodes_checks=has_states)
         hidden = self._layers(batch)
         sample = partial(stages.sample, stages.logits_of(batch, hidden), all_logits=all_logits)
@@ -213,17 +215,23 @@ class ModelExecutor:
         if self._group.size > 1:
             self.stages.sampler.learn(Draws.of(plan.admissions) if plan.admissions else plan.draws)
 
-    def _prepare_states(self, plan: StepPlan, *, graph_settles: bool = False) -> None:
-        """Settle the recurrent states of the plan's rows, if there are any, and keep what it says.
-        ``graph_settles``: the graph of the step begins with that, unless states are to be kept."""
+    def _unsettled_step(self, plan: StepPlan) -> UnsettledStep | None:
+        """What the graph of a decode step does to recurrent states if there are guesses. Everything
+        else that the plan does to states first is queued here."""
         if self._states is None:
-            return
-        kept_rows, kept = plan.snapshots.kept_rows, plan.snapshots.kept
-        self._states.find_due(plan)
-        if not graph_settles or len(kept_rows):
-            self._states.settle_due(self.device.upload)
-        if len(kept_rows):
-            self._states.keep(kept_rows, kept)
+            return None
+        due, has_guesses = self._states.take_due(plan), len(plan.checks.rows) > 0
+        if not has_guesses or len(plan.snapshots.kept_rows):
+            self._settle_and_keep(self._states, plan, due)
+            due = []
+        return UnsettledStep(check_lengths(plan), due) if has_guesses else None
+
+    def _settle_and_keep(self, states: StateStorage, plan: StepPlan, due: Due) -> None:
+        """Queue what happens to recurrent states before a plan computes anything."""
+        if due:
+            states.settle(Settling.of(due, self.device.upload))
+        if len(plan.snapshots.kept_rows):
+            states.keep(plan.snapshots.kept_rows, plan.snapshots.kept)
 
     def _finish(
         self,

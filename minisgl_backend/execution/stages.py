@@ -62,6 +62,16 @@ class ExecutorLimits:
     most_guesses: int = 0
     most_checks: int = 0
 
+    @property
+    def most_checked(self) -> int:
+        """The most tokens of decoding rows in a step with guesses."""
+        return self.most_checks + self.most_guesses
+
+    @property
+    def most_decodes(self) -> int:
+        """The most tokens of decoding rows in any step."""
+        return max(self.max_rows, self.most_checked)
+
 
 class Stages:
     """Steps go through ``rows``, ``forward``, the head of ``model``, and then ``sampler``,

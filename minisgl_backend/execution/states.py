@@ -24,7 +24,7 @@ from torch import Tensor
 
 from minisgl_backend.device.base import Device, HostArray
 from minisgl_backend.execution.flat_batch import FlatBatch
-from minisgl_backend.execution.unsettled import UnsettledRows
+from minisgl_backend.execution.unsettled import Due, UnsettledRows
 from minisgl_backend.kernels.checks import CHECK_COLUMNS, NO_PLACE, CheckedTokens
 from minisgl_backend.kernels.delta_runs import (
     BLOCK,
@@ -79,8 +79,7 @@ class StateStorage:
         # with a dimension of layers, as ``settle`` takes them
         self._pending = _no_updates(shape, num_layers, num_rows + 1, device)
         self._unsettled = _no_tokens(shape, num_layers, num_checks, most_tokens, dtype, device)
-        self._unsettled_rows = UnsettledRows(num_checks, dummy_row=num_rows)
-        self._due: list[tuple[int, int, int, int]] = []
+        self._unsettled_rows = UnsettledRows(num_checks, most_tokens, dummy_row=num_rows)
         self.num_checks = num_checks
         self.layers: Sequence[LayerStates] = [
             make(conv, matrices, PendingUpdates(*pending), unsettled=UnsettledTokens(*unsettled))
@@ -93,21 +92,9 @@ class StateStorage:
             )
         ]
 
-    def find_due(self, plan: StepPlan) -> None:
-        """Note which rows' states are to be settled before ``plan`` computes anything."""
-        self._due = self._unsettled_rows.take_due(plan)
-
-    def settle_due(self, upload: Callable[[IntArray], Tensor]) -> None:
-        """Settle them, unless ``take_due`` has left that to a captured step. ``upload`` copies an
-        array to the device."""
-        if due := self.take_due():
-            self.settle(Settling.of(due, upload))
-
-    def take_due(self) -> list[tuple[int, int, int, int]]:
-        """The checks to settle, as ``Settling.of`` takes them. From now on they are the caller's
-        to settle."""
-        due, self._due = self._due, []
-        return due
+    def take_due(self, plan: StepPlan) -> Due:
+        """See ``UnsettledRows``. The caller settles them."""
+        return self._unsettled_rows.take_due(plan)
 
     def compile(self, upload: Callable[[IntArray], Tensor]) -> None:
         """Run the kernels of ``settle`` for the dummy row, if any rows may be unsettled."""
@@ -226,7 +213,7 @@ class CapturedChecks:
         self._begin = 4 * states.num_checks  # of the lines
         size = self._begin + most_tokens * CHECK_COLUMNS
         self._buffer = torch.empty(size, dtype=torch.int32, device=device.torch_device)
-        self.write(EMPTY, EMPTY, EMPTY, most_tokens)
+        self.write(EMPTY, EMPTY, EMPTY, most_tokens, [])
 
     def begin(self, size: int) -> CheckedTokens:
         """Settle the states of a step's rows; returns the checks of a step of ``size`` tokens."""
@@ -240,10 +227,11 @@ class CapturedChecks:
         positions: IntArray | HostArray,
         lengths: IntArray,
         size: int,
+        due: Due,
     ) -> None:
-        """Begin the checks of a step, and settle those that are due (``StateStorage``)."""
+        """Begin the checks of a step, after settling those that are ``due``."""
         content = np.zeros(self._begin + size * CHECK_COLUMNS, np.int32)
-        if due := self._states.take_due():
+        if due:
             content[: self._begin].reshape(4, -1)[:, : len(due)] = np.array(due).T
         lines = content[self._begin :].reshape(size, CHECK_COLUMNS)
         lines[len(rows) :] = NO_PLACE

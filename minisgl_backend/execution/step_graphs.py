@@ -22,11 +22,11 @@ from minisgl_backend.execution.flat_batch import FlatBatch
 from minisgl_backend.execution.sampling import StepLogits
 from minisgl_backend.execution.stages import Stages
 from minisgl_backend.execution.states import CapturedChecks, CapturedRuns
+from minisgl_backend.execution.unsettled import UnsettledStep
 from minisgl_backend.kernels.checks import CheckedTokens
 from minisgl_backend.kernels.rows import StepInputs
 from minisgl_backend.plan import Decodes, Groups
 from minisgl_backend.progress import Progress
-from minisgl_backend.request import IntArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,6 @@ def _decode_graphs(
     stages: Stages, progress: Progress, adapters: CapturedAdapters | None
 ) -> DecodeGraphs:
     decode, limits = stages.attention.decode, stages.limits
-    most_checked = limits.most_checks + limits.most_guesses
     captured = _captured_checks(stages, limits.graph_sizes[-1])
 
     def forward(inputs: StepInputs, batch_size: int, kind: StepKind) -> StepLogits:
@@ -107,9 +106,9 @@ def _decode_graphs(
             checks=_begun(captured, batch_size, kind),
         )
 
-    def take_checks(decodes: Decodes, lengths: IntArray, size: int) -> None:
+    def take_checks(decodes: Decodes, step: UnsettledStep, size: int) -> None:
         assert captured is not None
-        captured.write(decodes.rows, decodes.positions, lengths, size)
+        captured.write(decodes.rows, decodes.positions, step.lengths, size, step.due)
 
     return DecodeGraphs(
         stages.device,
@@ -124,7 +123,7 @@ def _decode_graphs(
         take_groups=take_groups_of(stages.attention) if adapters is None else None,
         take_rows=None if adapters is None else adapters.write,
         take_checks=None if captured is None else take_checks,
-        most_checked=most_checked,
+        most_checked=limits.most_checked,
     )
 
 
@@ -155,15 +154,16 @@ def _chunk_graphs(
             runs.write(batch, size)
         if captured is not None and len(batch.check_lengths):
             own = slice(batch.num_decodes)
-            captured.write(batch.rows[own], batch.positions[own], batch.check_lengths, size)
+            captured.write(batch.rows[own], batch.positions[own], batch.check_lengths, size, [])
 
     return ChunkGraphs(
         stages.device,
         layers,
         sizes,
         max_rows=max_rows,
-        most_guesses=0 if captured is None else limits.most_guesses,
+        most_decodes=limits.max_rows if captured is None else limits.most_decodes,
         progress=progress,
+        checks=captured is not None,
         take_groups=take_groups_of(stages.attention) if adapters is None else None,
         fits=None if runs is None else runs.fits,
         take=take,

@@ -10,6 +10,7 @@ Knows rows, positions and places. Must not know tensors, or why guesses were rig
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 
@@ -18,6 +19,19 @@ from minisgl_backend.errors import InvariantError
 from minisgl_backend.kernels.checks import CHECK_COLUMNS, NO_PLACE
 from minisgl_backend.plan import StepPlan
 from minisgl_backend.request import IntArray
+
+Due: TypeAlias = list[tuple[int, int, int, int]]
+"""Checks to settle, as ``Settling.of`` takes them."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class UnsettledStep:
+    """What a captured step with guesses does to states: it settles the checks that are ``due``, and
+    leaves its decoding rows unsettled. ``lengths`` int32 [num_rows]: the numbers of their tokens
+    (``execution.checks.check_lengths``)."""
+
+    lengths: IntArray
+    due: Due
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +47,10 @@ class UnsettledRows:
     """The rows whose states are unsettled; at most ``num_places``. Never ``dummy_row``: its checks
     are padding."""
 
-    def __init__(self, num_places: int, dummy_row: int) -> None:
+    def __init__(self, num_places: int, most_tokens: int, dummy_row: int) -> None:
+        """Each place has memory for ``most_tokens``."""
+        self._num_places = num_places
+        self._most_tokens = most_tokens
         self._dummy_row = dummy_row
         self._free = list(range(num_places - 1, -1, -1))
         self._checks: dict[int, _Check] = {}
@@ -48,8 +65,11 @@ class UnsettledRows:
             if row == self._dummy_row:
                 places.append(NO_PLACE)
                 continue
-            if not self._free:
-                raise InvariantError(f"more than {len(self._checks)} rows would be unsettled")
+            if not self._free or length > self._most_tokens:
+                raise InvariantError(
+                    f"{len(self._checks)} rows are unsettled, and one more has a check of {length} "
+                    f"tokens, with memory for {self._num_places} checks of {self._most_tokens}"
+                )
             if row in self._checks:
                 raise InvariantError(f"row {row} has a check before its last one is settled")
             self._checks[row] = _Check(self._free.pop(), start, length)
@@ -61,9 +81,9 @@ class UnsettledRows:
         lines[:, 2] = np.repeat(lengths, lengths)
         return lines
 
-    def take_due(self, plan: StepPlan) -> list[tuple[int, int, int, int]]:
-        """The checks to settle before ``plan`` computes anything, as ``Settling.of`` takes them.
-        Those of released rows are dropped."""
+    def take_due(self, plan: StepPlan) -> Due:
+        """The checks to settle before ``plan`` computes anything. Those of released rows are
+        dropped."""
         for row in plan.released_rows.tolist():
             if (check := self._checks.pop(row, None)) is not None:
                 self._free.append(check.place)

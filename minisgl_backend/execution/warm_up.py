@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from minisgl_backend.device.base import HostArray
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.execution.flat_batch import FlatBatch
 from minisgl_backend.execution.logprobs import RawLogprobs
@@ -42,6 +43,8 @@ class WarmUp:
     def all_kinds(self) -> None:
         """Run steps of all kinds, including the largest."""
         self.largest()
+        if self._limits.most_guesses:
+            self._step([], 1, checks=[2])
         for length in (min(self._longest_chunk, 64), 1):
             self._step([length], 0)
         self._step([], 1)
@@ -52,17 +55,29 @@ class WarmUp:
         """Run the largest step, in which all rows without a chunk decode, and as many guesses are
         checked as there may be. If ``grouped``, these rows share all pages that a row can have, so
         that reading pages together is surely faster.
+
+        With recurrent states there are two such steps, since guesses are decoded, too, and only few
+        rows decode beside guesses.
         """
         limits, checks = self._limits, self._checks()
-        num_whole, rest = divmod(limits.max_prefill_tokens - sum(checks), self._longest_chunk)
-        chunks = [self._longest_chunk] * num_whole + [rest] * (rest > 0)
-        chunks = chunks[: max(1, limits.max_rows - len(checks))]
-        num_decodes = max(0, limits.max_rows - len(checks) - len(chunks))
+        if checks and self._stages.states is not None:
+            self._step(self._chunks(checks), 0, checks=checks)
+            checks = []
+        chunks = self._chunks(checks)
+        num_decodes = limits.max_rows - len(checks) - len(chunks)
         self._step(chunks, num_decodes, checks=checks, grouped=grouped)
         if (expansion := self._stages.attention.expansion) is not None:
+            chunks = self._chunks([])
             chunks[0] = min(chunks[0], limits.max_sequence_length // 2)
             prefix = min(limits.max_sequence_length - chunks[0], expansion.most_positions)
             self._step(chunks, num_decodes, prefix=prefix)
+
+    def _chunks(self, checks: Sequence[int]) -> list[int]:
+        """The lengths of as many chunks as fit a step with ``checks``."""
+        limits = self._limits
+        num_whole, rest = divmod(limits.max_prefill_tokens - sum(checks), self._longest_chunk)
+        chunks = [self._longest_chunk] * num_whole + [rest] * (rest > 0)
+        return chunks[: limits.max_rows - len(checks)]
 
     def _checks(self) -> list[int]:
         """The lengths of checks with as many guesses as there may be in a step."""
@@ -90,7 +105,8 @@ class WarmUp:
         try:
             batch = FlatBatch.of(plan, decodes_checks=stages.states is not None)
             if num_decodes and (num_shared := last // stages.rows.page_size):
-                batch = replace(batch, groups=_one_group(num_decodes, num_shared))
+                members = np.arange(batch.num_decodes - num_decodes, batch.num_decodes)
+                batch = replace(batch, groups=_one_group(members, num_shared))
             tokens = plan.chunks.tokens
             hidden = self._layers(batch)
             due = stages.logits_of(batch, hidden)
@@ -150,11 +166,11 @@ def _powers_of_two(end: int) -> list[int]:
     return [1 << exponent for exponent in range((end - 1).bit_length())]
 
 
-def _one_group(num_members: int, num_pages: int) -> Groups:
-    """All decoding rows, which share their first pages."""
+def _one_group(members: HostArray, num_pages: int) -> Groups:
+    """All decoding rows without guesses, which share their first pages."""
     return Groups(
-        sizes=np.array([num_members], np.int32),
+        sizes=np.array([len(members)], np.int32),
         begins=np.zeros(1, np.int32),
         ends=np.array([num_pages], np.int32),
-        members=np.arange(num_members, dtype=np.int32),
+        members=members.astype(np.int32),
     )

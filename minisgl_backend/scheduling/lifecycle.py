@@ -347,12 +347,6 @@ class Lifecycle:
                 draft.grant_row(sequence.row, indices, np.array(pages, dtype=np.int32))
         self._remaps.clear()
 
-    def rows_of_executor(self) -> list[int]:
-        """The rows that wrappers of the executor believe to be held, since they learn of releases
-        only from plans."""
-        held = [row for row, s in enumerate(self.rows.sequences) if s is not None]
-        return sorted({*held, *self.released_rows})
-
     def check(self) -> None:
         """Raise ``InvariantError`` if queue, rows and cache contradict each other. Slow."""
         self.cache.check()

@@ -39,7 +39,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -110,10 +110,9 @@ class Scheduler:
         config: SchedulerConfig,
         *,
         counters: Counters | None = None,
-        taken_rows: Iterable[int] = (),
     ) -> None:
-        """``counters`` are those of the planner that this one replaces; ``taken_rows``, the rows
-        that wrappers of the executor still believe to be held: the first plan releases them."""
+        """``counters`` are those of the planner that this one replaces, if any. Then the first plan
+        releases all rows: the executor may not know of those that broken plans have released."""
         self._cache = cache
         self._config = config
         self._counters = counters or Counters()
@@ -134,7 +133,7 @@ class Scheduler:
             places,
             group_cost_tokens=config.group_cost_tokens if config.names_groups else None,
             has_states=config.has_states,
-            released_rows=list(taken_rows),
+            released_rows=list(range(config.max_running_requests)) if counters is not None else [],
             recent=recent,
         )
         self._rows = self._life.rows
@@ -225,14 +224,9 @@ class Scheduler:
         )
 
     def renewed(self) -> Scheduler:
-        """An empty planner like this one, with the same counters. Its first plan releases all rows
-        that the executor believes to be held, and names all pages as broken."""
-        return type(self)(
-            self._cache.emptied(),
-            self._config,
-            counters=self._counters,
-            taken_rows=self._life.rows_of_executor(),
-        )
+        """An empty planner like this one, with the same counters. Its first plan releases all
+        rows, and names all pages as broken."""
+        return type(self)(self._cache.emptied(), self._config, counters=self._counters)
 
     def check(self) -> None:
         """Raise ``InvariantError`` if any part of the bookkeeping contradicts another. Slow."""

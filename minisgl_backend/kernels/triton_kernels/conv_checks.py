@@ -36,7 +36,8 @@ def _conv_checks(
     PART: tl.constexpr,  # channels of a program
     PDL: tl.constexpr,
 ):
-    # Lines, slots and states were written before the step. So they are read before the wait.
+    # Lines, slots and states were written before the step or at its beginning. So they are read
+    # before the wait; and states past the first-level cache, since other kernels have written them.
     token = tl.program_id(0).to(tl.int64)
     if PDL:
         allow_next()
@@ -60,7 +61,8 @@ def _conv_checks(
         weights += (weight,)  # type: ignore[assignment]  # Triton takes no annotation of a tuple
         if tap < WIDTH - 1:
             is_before = index < WIDTH - 1 - tap
-            old = tl.load(state_ptr + (index + tap), mask=mask & is_before, other=0.0)
+            at = state_ptr + (index + tap)
+            old = tl.load(at, mask=mask & is_before, other=0.0, cache_modifier=".cg")
             total += old.to(tl.float32) * weight
     if PDL:
         wait_previous()

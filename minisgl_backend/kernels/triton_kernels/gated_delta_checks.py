@@ -110,7 +110,8 @@ def _check(
     BY_DIMENSION: tl.constexpr,  # each dimension of a key decays by itself
     PDL: tl.constexpr,
 ):
-    # Lines, slots and states were written before the step. So they are read before the wait.
+    # Lines, slots and states were written before the step or at its beginning. So they are read
+    # before the wait; and states past the first-level cache, since other kernels have written them.
     token = tl.program_id(1).to(tl.int64)
     if PDL:
         allow_next()
@@ -136,10 +137,11 @@ def _check(
     b_ptr += token * b_stride
     at = states_ptr + slot * states_stride + head * (K * V) + i[:, None] * V + j[None, :]
     in_state = in_k[:, None] & in_v[None, :]
-    state = tl.load(at, mask=in_state, other=0.0).to(tl.float32)  # [KP, PART]
+    state = tl.load(at, mask=in_state, other=0.0, cache_modifier=".cg")
+    state = state.to(tl.float32)  # [KP, PART]
     if not BY_DIMENSION:  # otherwise no kernel leaves updates pending
         of_head = slot * HEADS + head
-        begin = tl.load(begins_ptr + of_head)
+        begin = tl.load(begins_ptr + of_head, cache_modifier=".cg")
         end = (tl.load(positions_ptr + token) % EVERY).to(tl.int32)
         if begin < end:
             state = with_pending(

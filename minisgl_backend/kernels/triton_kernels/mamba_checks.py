@@ -21,14 +21,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minisgl_backend.kernels.checks import CHECK_COLUMNS
-from minisgl_backend.kernels.triton_kernels.conv_checks import launch_conv_checks
+from minisgl_backend.kernels.triton_kernels.conv_checks import CHECK, launch_conv_checks
 from minisgl_backend.kernels.triton_kernels.mamba_blocks import gated, step_of
 from minisgl_backend.kernels.triton_kernels.pdl import allow_next, launch_options, wait_previous
 from minisgl_backend.kernels.triton_kernels.pending_updates import with_pending
 from minisgl_backend.plan import WHOLE_EVERY
-
-CHECK = tl.constexpr(CHECK_COLUMNS)
 
 _PART: Final = 8
 """Values of a program of ``_read_checks``."""
@@ -81,7 +78,8 @@ def _read_checks(
     PDL: tl.constexpr,
 ):
     """For a check, a head and some of its values."""
-    # Lines, slots and states were written before the step. So they are read before the wait.
+    # Lines, slots and states were written before the step or at its beginning. So they are read
+    # before the wait; and states past the first-level cache, since other kernels have written them.
     first = tl.program_id(1).to(tl.int64)
     if PDL:
         allow_next()
@@ -102,9 +100,10 @@ def _read_checks(
     in_p, in_n = p < P, n < N
     in_state = in_p[:, None] & in_n[None, :]
     at = states_ptr + slot * states_stride + head * (P * N) + p[:, None] * N + n[None, :]
-    state = tl.load(at, mask=in_state, other=0.0).to(tl.float32)  # [PART, NP]
+    state = tl.load(at, mask=in_state, other=0.0, cache_modifier=".cg")
+    state = state.to(tl.float32)  # [PART, NP]
     of_head = slot * HEADS + head
-    begin = tl.load(begins_ptr + of_head)
+    begin = tl.load(begins_ptr + of_head, cache_modifier=".cg")
     of_x, of_b = head * P + p, HEADS * P + group * N + n
     token_ptr, raw_ptr = convolved_ptr + first * CHANNELS, steps_ptr + first * steps_stride + head
     rate = -tl.exp(tl.load(log_rates_ptr + head).to(tl.float32))

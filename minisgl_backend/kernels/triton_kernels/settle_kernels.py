@@ -6,6 +6,8 @@ in two launches:
                       begin, which all programs of the first launch have read by then
 """
 
+from typing import Final
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -14,10 +16,10 @@ from minisgl_backend.kernels.triton_kernels.gated_delta_blocks import stored
 from minisgl_backend.kernels.triton_kernels.pending_updates import with_pending
 from minisgl_backend.plan import WHOLE_EVERY
 
-_PART: int = 32
+_PART: Final = 32
 """Columns of a matrix that a program settles."""
 
-_NUMBERS: list[str] = ["rows_ptr", "places_ptr", "starts_ptr", "counts_ptr"]
+_NUMBERS: Final = ["rows_ptr", "places_ptr", "starts_ptr", "counts_ptr"]
 """Parts of one tensor, so their alignment depends on the number of checks."""
 
 

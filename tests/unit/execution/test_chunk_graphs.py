@@ -35,6 +35,7 @@ from minisgl_backend.execution.stages import ExecutorLimits
 from minisgl_backend.execution.states import CapturedChecks, CapturedRuns, StateStorage
 from minisgl_backend.execution.storage import KVStorage
 from minisgl_backend.kernels.rows import StepInputs, begin_decode
+from minisgl_backend.kernels.settle import Settling
 from minisgl_backend.models.build import build_model
 from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.parallel.group import OneRank
@@ -44,7 +45,7 @@ from tests.conformance.checkpoints import CONTEXT, VOCAB_SIZE, write_checkpoint
 from tests.unit.execution.test_flat_batch import ints, plan_of
 
 MAX_ROWS = 9
-MOST_GUESSES = 20
+MOST_DECODES = 20
 
 
 @st.composite
@@ -107,9 +108,11 @@ def test_inputs_hold_the_step_and_padding(plan: StepPlan, more: int) -> None:
     batch = FlatBatch.of(plan)
     num_decodes, num_chunks = len(plan.decodes.rows), len(plan.chunks.rows)
     size = max(plan.num_tokens, 16 * num_chunks, 1) + more
-    content = fill(size, MAX_ROWS, batch)
+    content = fill(size, MAX_ROWS, MAX_ROWS, batch)
     assert content.dtype == np.int32
-    inputs = ChunkInputs.of(torch.from_numpy(np.append(content, ints(7, 7))), size, MAX_ROWS)
+    inputs = ChunkInputs.of(
+        torch.from_numpy(np.append(content, ints(7, 7))), size, MAX_ROWS, MAX_ROWS
+    )
     assert inputs.buffer.tolist() == content.tolist()
 
     def padded(values: list[int], padding: int, length: int) -> list[int]:
@@ -195,9 +198,8 @@ class Layers:
         self.forward = ForwardPass(self.model, self.rows, self.attention, self.device, self.states)
 
     def over_batch(self, plan: StepPlan) -> Tensor:
-        if self.states is not None:
-            self.states.find_due(plan)
-            self.states.settle_due(self.device.upload)
+        if self.states is not None and (due := self.states.take_due(plan)):
+            self.states.settle(Settling.of(due, self.device.upload))
         return self.forward.over_batch(self.batch_of(plan))
 
     def over_decodes(self, decodes: Decodes, tokens: IntArray) -> Tensor:
@@ -210,9 +212,8 @@ class Layers:
 
     def over_inputs(self, size: int, plan: StepPlan) -> Tensor:
         batch, runs, checks = self.batch_of(plan), None, None
-        shape = MAX_ROWS, MOST_GUESSES
-        content = fill(size, MAX_ROWS, batch, MOST_GUESSES)
-        inputs = ChunkInputs.of(torch.from_numpy(content), size, *shape)
+        content = fill(size, MAX_ROWS, MOST_DECODES, batch)
+        inputs = ChunkInputs.of(torch.from_numpy(content), size, MAX_ROWS, MOST_DECODES)
         if self.states is not None:
             room = partial(max_chunks, max_rows=MAX_ROWS)
             captured = CapturedRuns(self.states, self.device, room, 128)
@@ -222,7 +223,7 @@ class Layers:
             if len(lengths := batch.check_lengths):
                 own = slice(batch.num_decodes)
                 of_checks = CapturedChecks(self.states, self.device, 128)
-                of_checks.write(batch.rows[own], batch.positions[own], lengths, size)
+                of_checks.write(batch.rows[own], batch.positions[own], lengths, size, [])
                 checks = of_checks.begin(len(inputs.decode_rows))
         return self.forward.over_chunks(inputs, runs=runs, checks=checks)
 

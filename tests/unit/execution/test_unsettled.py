@@ -16,7 +16,7 @@ DUMMY = 9
 
 @pytest.fixture
 def rows() -> UnsettledRows:
-    return UnsettledRows(2, DUMMY)
+    return UnsettledRows(2, 4, DUMMY)
 
 
 def test_each_token_has_a_line(rows: UnsettledRows) -> None:
@@ -71,8 +71,13 @@ def test_a_row_has_one_check(rows: UnsettledRows) -> None:
 
 def test_there_are_no_more_checks_than_places(rows: UnsettledRows) -> None:
     rows.begin(ints(4, 1), ints(20, 7), ints(3, 1))
-    with pytest.raises(InvariantError, match="more than 2 rows"):
+    with pytest.raises(InvariantError, match="2 rows are unsettled"):
         rows.begin(ints(5), ints(23), ints(3))
+
+
+def test_a_check_has_no_more_tokens_than_a_place(rows: UnsettledRows) -> None:
+    with pytest.raises(InvariantError, match="memory for 2 checks of 4"):
+        rows.begin(ints(5), ints(23), ints(5))
 
 
 def test_checks_of_the_dummy_row_are_padding(rows: UnsettledRows) -> None:

@@ -122,8 +122,8 @@ def make_states(facts: Resolved, sizes: CacheSizes) -> StateStorage | None:
             f"recurrent states of {options.max_running_requests} rows and {num_snapshots} "
             f"snapshots would take {num_bytes:,} bytes of "
             f"{facts.device.torch_device}, which has {facts.device.free_memory():,} free: lower "
-            "max_running_requests, state_snapshots or speculative_tokens, or the bits of "
-            "state_dtype"
+            "max_running_requests, state_snapshots, speculative_max_requests or "
+            "speculative_tokens, or the bits of state_dtype"
         ) from error
 
 
@@ -170,7 +170,7 @@ def choose_num_snapshots(
 
 
 def _num_unsettled(options: EngineOptions) -> int:
-    """The most tokens of checks whose states are unsettled."""
+    """The most tokens of checks that are not settled."""
     return options.most_checks * (1 + options.speculative_tokens)
 
 

@@ -3,7 +3,8 @@
 The *check* of a row is the tokens that it computes in such a step: its last one and guesses at
 those after it, if there are any. A state cannot go back to before a wrong guess. So the step leaves
 states *unsettled*: they stay as they are, and what its tokens would add to them is kept, at a place
-of the check. Once it is known how many of these tokens count, as much is added (``settle``).
+of the check. Once it is known how many of these tokens count, as much is added (``settle``), before
+the row's next tokens are computed.
 
 Knows tokens by index, and places. Must not know what is kept, or which guesses are right.
 """

@@ -94,7 +94,8 @@ class LayerStates:
     ``conv`` [num_slots, num_channels, width - 1]: a convolution's last inputs. ``matrices``
     [num_slots, num_heads, rows, columns], float32, bfloat16 or float16: a matrix of each head. What
     a slot has is contiguous, but other layers may have memory between slots. ``pending`` is of
-    those slots that rows have, which come first. ``unsettled`` is given if steps check guesses.
+    those slots that rows have, which come first. ``unsettled`` must be given if steps check
+    guesses.
     """
 
     conv: Tensor

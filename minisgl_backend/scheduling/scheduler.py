@@ -14,7 +14,7 @@ budget. Guesses are made from all tokens of a row, and what is planned next depe
 right. So while a step that they wait for, or that checks some, is in flight, nothing is planned.
 
 Recurrent states cannot go back to before a wrong guess. So a step with guesses keeps the updates of
-all rows that decode in it, and the next step with a row adds those that count (``PromptChunks``).
+all rows that decode in it, and the next step with a row adds those that count (``plan.Checks``).
 All that the planner does about it is to bound the number of such rows, and to end guesses where
 states are kept.
 

@@ -12,8 +12,10 @@ import torch
 from minisgl_backend.device.cpu import CpuDevice
 from minisgl_backend.execution.chunk_graphs import max_chunks
 from minisgl_backend.execution.flat_batch import FlatBatch
-from minisgl_backend.execution.states import CapturedRuns, StateStorage
+from minisgl_backend.execution.states import CapturedChecks, CapturedRuns, StateStorage
+from minisgl_backend.kernels.checks import NO_PLACE
 from minisgl_backend.kernels.delta_runs import Run
+from minisgl_backend.kernels.settle import Settling
 from minisgl_backend.models.spec import DeltaSpec
 from minisgl_backend.plan import NO_SNAPSHOT, Snapshots
 from tests.unit.execution.test_flat_batch import ints, plan_of
@@ -105,3 +107,53 @@ def test_steps_of_all_sizes_share_a_buffer(storage: StateStorage) -> None:
         assert runs.listed() == [Run(1, 21, 1, 0)]
         padding = runs.blocks[1:].numpy()
         assert (padding == np.array([21, 21, -1, 0])).all()
+
+
+def test_captured_steps_settle_and_check_as_others_do() -> None:
+    """Of several sizes, which share a buffer."""
+    cpu = CpuDevice()
+    eager, graphs = (
+        StateStorage(
+            SHAPE,
+            num_rows=NUM_ROWS,
+            num_snapshots=1,
+            dtype=torch.float32,
+            state_dtype=torch.float32,
+            device=cpu.torch_device,
+            num_checks=3,
+            most_tokens=4,
+        )
+        for _ in range(2)
+    )
+    for own in zip(eager.layers, graphs.layers, strict=True):
+        for layer in own:
+            torch.manual_seed(2)
+            assert layer.unsettled is not None
+            parts = layer.unsettled.inputs, layer.unsettled.keys, layer.unsettled.values
+            for part in (layer.conv, layer.matrices, *parts):
+                part.normal_()
+            layer.unsettled.decays.uniform_(-1, 0)
+    captured = CapturedChecks(graphs, cpu, 8)
+    assert (captured.begin(8).lines[:, 0] == NO_PLACE).all()
+    starts = {4: 20, 1: 7}
+    for rows, counts, size in (([4, 1], [3, 2], 8), ([1], [4], 4), ([4, 1], [1, 3], 5)):
+        lengths, plan = ints(*counts), plan_of([], [(row, starts[row]) for row in rows])
+        due = [states.take_due(plan) for states in (eager, graphs)]
+        assert due[0] == due[1]
+        if due[0]:
+            eager.settle(Settling.of(due[0], cpu.upload))
+        tokens = np.repeat(rows, lengths).astype(np.int32)
+        positions = np.concatenate(
+            [starts[row] + np.arange(n) for row, n in zip(rows, counts, strict=True)]
+        )
+        lines = eager.begin_checks(tokens, positions, lengths)
+        captured.write(tokens, positions, lengths, size, due[1])
+        found = captured.begin(size).lines
+        assert found[: len(tokens)].tolist() == lines.tolist()
+        assert (found[len(tokens) :, 0] == NO_PLACE).all() and len(found) == size
+        for one, other in zip(eager.layers, graphs.layers, strict=True):
+            assert torch.equal(one.conv, other.conv)
+            assert torch.equal(one.matrices, other.matrices)
+            assert torch.equal(one.pending.begins, other.pending.begins)
+        for row, count in zip(rows, counts, strict=True):
+            starts[row] += count

@@ -24,13 +24,13 @@ def are_decoded(checks: Checks, most_read_again: int | None) -> bool:
     return most_read_again is None or int(num_read) <= most_read_again
 
 
-def as_decodes(plan: StepPlan, *, with_checks: bool) -> tuple[Decodes, IntArray, Groups]:
-    """What a step decodes; its tokens, int32 [num_decodes], each a token id or ``LAST_TOKEN``; and
-    the plan's groups, by index. ``with_checks``: checks are decoded, too. They come first, and
-    their rows occur several times."""
+def as_decodes(plan: StepPlan) -> tuple[Decodes, IntArray, Groups]:
+    """What a step decodes if checks are decoded, which come first, and whose rows occur several
+    times; its tokens, int32 [num_decodes], each a token id or ``LAST_TOKEN``; and the plan's
+    groups, by index."""
     checks, decodes, groups = plan.checks, plan.decodes, plan.groups_by_index
     tokens = np.full(len(decodes.rows), LAST_TOKEN, np.int32)
-    if not (with_checks and len(checks.rows)):
+    if not len(checks.rows):
         return decodes, tokens, groups
     return (
         Decodes(
@@ -43,8 +43,8 @@ def as_decodes(plan: StepPlan, *, with_checks: bool) -> tuple[Decodes, IntArray,
 
 
 def check_lengths(plan: StepPlan) -> IntArray:
-    """The numbers of tokens of the rows that decode, with guesses first, int32 [num_rows]; none if
-    no row has guesses."""
+    """The numbers of tokens of rows in ``as_decodes``, int32 [num_rows]; none if no row has
+    guesses."""
     if not len(plan.checks.rows):
         return EMPTY
     return np.concatenate([plan.checks.lengths, np.ones(len(plan.decodes.rows), np.int32)])

@@ -65,16 +65,15 @@ class ChunkInputs:
     decode_lengths: Tensor
 
     @classmethod
-    def of(cls, buffer: Tensor, num_tokens: int, max_rows: int, most_decodes: int) -> ChunkInputs:
-        """The inputs for ``num_tokens``, at the beginning of ``buffer``, of which up to
-        ``most_decodes`` are those of decoding rows."""
-        borders = [0, *accumulate(_lengths(num_tokens, max_rows, most_decodes))]
+    def of(cls, buffer: Tensor, num_tokens: int, max_rows: int) -> ChunkInputs:
+        """The inputs for ``num_tokens``, at the beginning of ``buffer``."""
+        borders = [0, *accumulate(_lengths(num_tokens, max_rows))]
         return cls(buffer[: borders[-1]], *(buffer[a:b] for a, b in pairwise(borders)))
 
 
-def _lengths(num_tokens: int, max_rows: int, most_decodes: int) -> list[int]:
+def _lengths(num_tokens: int, max_rows: int) -> list[int]:
     """The lengths of the parts of a ``ChunkInputs``, in the order of its fields."""
-    chunks, decodes = max_chunks(num_tokens, max_rows), min(num_tokens, most_decodes)
+    chunks, decodes = max_chunks(num_tokens, max_rows), min(num_tokens, max_rows)
     return [num_tokens] * 3 + [chunks, chunks + 1, chunks] + [decodes] * 2
 
 
@@ -83,7 +82,7 @@ def max_chunks(num_tokens: int, max_rows: int) -> int:
     return min(-(-num_tokens // _TOKENS_PER_CHUNK), max_rows)
 
 
-def fill(num_tokens: int, max_rows: int, most_decodes: int, batch: FlatBatch) -> IntArray:
+def fill(num_tokens: int, max_rows: int, batch: FlatBatch) -> IntArray:
     """The content of a ``ChunkInputs`` for ``batch``; the dummy row is row ``max_rows``."""
     num_decodes, end = batch.num_decodes, len(batch.rows)
     # padding and values, in the order of the fields
@@ -97,7 +96,7 @@ def fill(num_tokens: int, max_rows: int, most_decodes: int, batch: FlatBatch) ->
         (max_rows, batch.rows[:num_decodes]),
         (1, batch.positions[:num_decodes] + 1),
     )
-    lengths = _lengths(num_tokens, max_rows, most_decodes)
+    lengths = _lengths(num_tokens, max_rows)
     content = np.empty(sum(lengths), np.int32)
     begin = 0
     for length, (padding, values) in zip(lengths, parts, strict=True):
@@ -123,7 +122,6 @@ class ChunkGraphs:
         sizes: Sequence[int],
         *,
         max_rows: int,
-        most_decodes: int,
         progress: Progress,
         checks: bool = False,
         take_groups: Callable[[Groups], bool] | None = None,
@@ -132,17 +130,16 @@ class ChunkGraphs:
     ):
         """``layers(inputs, kind)`` enqueues all layers over the tokens of its inputs, and returns
         the residual stream [num_tokens, hidden_size]. ``sizes`` are numbers of tokens, ascending.
-        A step has up to ``most_decodes`` tokens of decoding rows. With ``checks``, steps that check
-        guesses have graphs of their own. Before the layers are enqueued, ``take_groups`` gets a
-        step's groups and returns whether the step is to be grouped, and ``take`` gets the step and
-        the size. ``fits`` says whether ``take`` has room for a step whose tokens and chunks fit the
-        size."""
+        With ``checks``, steps that check guesses have graphs of their own. Before the layers are
+        enqueued, ``take_groups`` gets a step's groups and returns whether the step is to be
+        grouped, and ``take`` gets the step and the size. ``fits`` says whether ``take`` has room
+        for a step whose tokens and chunks fit the size."""
         self._device = device
         self._fits = fits or (lambda batch, size: True)
         self._take = take or (lambda batch, size: None)
         self._sizes = list(sizes)
-        self._shape = max_rows, most_decodes
-        most = sum(_lengths(self._sizes[-1], max_rows, most_decodes))
+        self._max_rows = max_rows
+        most = sum(_lengths(self._sizes[-1], max_rows))
         self._buffer = torch.empty(most, dtype=torch.int32, device=device.torch_device)
 
         def graphs_of(kind: StepKind, sizes: Sequence[int]) -> Captured[Tensor]:
@@ -150,7 +147,7 @@ class ChunkGraphs:
                 device,
                 f"number of tokens{kind.value}",
                 sizes,
-                lambda size: layers(ChunkInputs.of(self._buffer, size, *self._shape), kind),
+                lambda size: layers(ChunkInputs.of(self._buffer, size, max_rows), kind),
                 prepare=lambda size: self._write(size, FlatBatch.of(StepPlan(step=-1))),
                 option="cuda_graph_max_tokens",
                 progress=progress,
@@ -179,7 +176,7 @@ class ChunkGraphs:
         [num_tokens, hidden_size] followed by padding, which the next replay overwrites."""
         self._write(size, batch)
         kind, grouped = StepKind.PLAIN, self._graphs.get(StepKind.GROUPED)
-        if len(batch.check_lengths):
+        if batch.num_checks and StepKind.CHECKING in self._graphs:
             kind = StepKind.CHECKING
         elif grouped is not None and size in grouped.graphs and self._take_groups(batch.groups):
             kind = StepKind.GROUPED
@@ -193,6 +190,6 @@ class ChunkGraphs:
             captured.graphs.clear()
 
     def _write(self, size: int, batch: FlatBatch) -> None:
-        content = fill(size, *self._shape, batch)
+        content = fill(size, self._max_rows, batch)
         self._device.overwrite(self._buffer[: len(content)], content)
         self._take(batch, size)

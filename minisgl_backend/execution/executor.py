@@ -161,12 +161,10 @@ class ModelExecutor:
         self._write(plan, loaded)
         grants = stages.rows.lines_of(plan.grants, plan.window_grants)
         all_logits = stages.sampler.need_all_logits(plan.sample_rows)
-        # each layer with recurrent states treats all decoding rows of a step with guesses alike
-        has_states, most_read_again = self._states is not None, stages.attention.most_read_again
-        decodes_checks = has_states or are_decoded(plan.checks, most_read_again)
-        decodes, tokens, groups = as_decodes(plan, with_checks=decodes_checks)
+        decodes, tokens, groups = as_decodes(plan)
         graphs = self._graphs_for(decodes.rows).decode
-        is_decode = not len(plan.chunks.rows) and (decodes_checks or not len(plan.checks.rows))
+        most_read_again = stages.attention.most_read_again
+        is_decode = not len(plan.chunks.rows) and are_decoded(plan.checks, most_read_again)
         if is_decode and graphs and graphs.fits(len(decodes.rows)):
             if grants.shape[1] > graphs.max_grants:
                 stages.rows.grant(grants)
@@ -188,13 +186,14 @@ class ModelExecutor:
         stages.rows.grant(grants)
         if self._states is not None:
             self._settle_and_keep(self._states, plan, self._states.take_due(plan))
-        batch = FlatBatch.of(plan, decodes_checks=has_states)
+        batch = FlatBatch.of(plan)
         hidden = self._layers(batch)
         sample = partial(stages.sample, stages.logits_of(batch, hidden), all_logits=all_logits)
         embedded = stages.embedder.embedded(hidden, batch)
         if not len(plan.scores.chunks):
             return partial(self._finish, plan, sample, embedded=embedded)
-        score = partial(stages.scorer.scored, hidden, plan.scores, plan.chunks, batch.chunk_offsets)
+        offsets = batch.chunk_offsets[batch.num_checks :]
+        score = partial(stages.scorer.scored, hidden, plan.scores, plan.chunks, offsets)
         return partial(self._finish, plan, sample, score, embedded)
 
     def _write(self, plan: StepPlan, loaded: list[Tensor]) -> None:

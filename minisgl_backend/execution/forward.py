@@ -21,7 +21,7 @@ from minisgl_backend.execution.flat_batch import FlatBatch
 from minisgl_backend.execution.rows import DeviceRows
 from minisgl_backend.execution.states import StateStorage
 from minisgl_backend.kernels.adapters import AdaptedTokens
-from minisgl_backend.kernels.checks import CheckedTokens
+from minisgl_backend.kernels.checks import NO_PLACE, CheckedTokens
 from minisgl_backend.kernels.delta_runs import Runs
 from minisgl_backend.kernels.rows import DecodeInputs
 from minisgl_backend.models.decoder import Decoder
@@ -89,12 +89,12 @@ class ForwardPass:
         attend = self._attention.plan(decodes, chunks)
         recurrent = None
         if self._states is not None:
-            runs = Runs.of(self._states.runs_of(batch), upload) if chunks is not None else None
-            decode_slots, checks = token_rows[:num_decodes].long(), None
+            own_runs, own_tokens, checks = self._states.runs_of(batch), num_decodes, None
             if len(lengths := batch.check_lengths):
                 lines = self._states.begin_checks(batch.rows, batch.positions, lengths)
-                checks = CheckedTokens(upload(lines))
-            recurrent = RecurrentRows(decode_slots, runs, checks)
+                own_tokens, checks = len(lines), CheckedTokens(upload(lines))
+            runs = Runs.of(own_runs, upload) if own_runs else None
+            recurrent = RecurrentRows(token_rows[:own_tokens].long(), runs, checks)
         adapters, adapted = self._adapters, None
         if adapters is not None and adapters.have_any(batch.rows):
             adapted = adapters.of_tokens(batch.rows)
@@ -139,9 +139,11 @@ class ForwardPass:
         )
         recurrent = None
         if runs is not None:
-            is_padding = inputs.decode_rows == table.dummy_row
-            decode_slots = inputs.decode_rows.masked_fill(is_padding, -1)
-            recurrent = RecurrentRows(decode_slots.long(), runs, checks)
+            own_rows, are_others = inputs.decode_rows, inputs.decode_rows == table.dummy_row
+            if checks is not None:
+                own_rows = inputs.rows[: len(checks.lines)]
+                are_others = checks.lines[:, 0] == NO_PLACE
+            recurrent = RecurrentRows(own_rows.masked_fill(are_others, -1).long(), runs, checks)
         hidden: Tensor = self._model(
             tokens,
             positions,

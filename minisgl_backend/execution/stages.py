@@ -67,11 +67,6 @@ class ExecutorLimits:
         """The most tokens of decoding rows in a step with guesses."""
         return self.most_checks + self.most_guesses
 
-    @property
-    def most_decodes(self) -> int:
-        """The most tokens of decoding rows in any step."""
-        return max(self.max_rows, self.most_checked)
-
 
 class Stages:
     """Steps go through ``rows``, ``forward``, the head of ``model``, and then ``sampler``,

@@ -118,21 +118,23 @@ class StateStorage:
         """Copy snapshots to the rows whose chunks begin from them."""
         begun_from = batch.snapshots.begun_from
         resumes = begun_from != NO_SNAPSHOT
-        rows = batch.chunk_rows[resumes]
+        rows = batch.chunk_rows[batch.num_checks :][resumes]
         self._copy(begun_from[resumes] + self._first_snapshot, rows)
-        starts = batch.positions[batch.chunk_offsets[:-1][resumes]]
+        starts = batch.positions[batch.chunk_offsets[batch.num_checks : -1][resumes]]
         for row, start in zip(rows.tolist(), starts.tolist(), strict=True):
             self._pending.begins[:, row] = start % WHOLE_EVERY
 
     def runs_of(self, batch: FlatBatch) -> list[Run]:
-        """The chunks of ``batch``, with the slots of their rows and snapshots."""
-        offsets, ends = batch.chunk_offsets.tolist(), batch.chunk_ends.tolist()
+        """The prompt chunks of ``batch``, with the slots of their rows and snapshots."""
+        rows = batch.chunk_rows[batch.num_checks :].tolist()
+        offsets = batch.chunk_offsets[batch.num_checks :].tolist()
+        ends = batch.chunk_ends[batch.num_checks :].tolist()
         snapshots = batch.snapshots
         positions = snapshots.saved_positions.tolist()
         slots = (snapshots.saved + self._first_snapshot).tolist()
         saved = np.searchsorted(snapshots.saved_chunks, np.arange(len(ends) + 1)).tolist()
         runs = []
-        for chunk, row in enumerate(batch.chunk_rows.tolist()):
+        for chunk, row in enumerate(rows):
             begin, end = offsets[chunk : chunk + 2]
             to_index = end - ends[chunk]  # from positions of the row
             own = range(saved[chunk], saved[chunk + 1])

@@ -144,7 +144,7 @@ def _chunk_graphs(
             grouped=kind is StepKind.GROUPED,
             adapted=None if adapters is None else adapters.view(size),
             runs=None if runs is None else runs.view(size),
-            checks=_begun(captured, len(inputs.decode_rows), kind),
+            checks=_begun(captured, min(size, limits.most_checked), kind),
         )
 
     def take(batch: FlatBatch, size: int) -> None:
@@ -152,16 +152,15 @@ def _chunk_graphs(
             adapters.write(batch.rows, size)
         if runs is not None:
             runs.write(batch, size)
-        if captured is not None and len(batch.check_lengths):
-            own = slice(batch.num_decodes)
-            captured.write(batch.rows[own], batch.positions[own], batch.check_lengths, size, [])
+        if captured is not None and len(lengths := batch.check_lengths):
+            own = slice(lengths.sum())
+            captured.write(batch.rows[own], batch.positions[own], lengths, size, [])
 
     return ChunkGraphs(
         stages.device,
         layers,
         sizes,
         max_rows=max_rows,
-        most_decodes=limits.max_rows if captured is None else limits.most_decodes,
         progress=progress,
         checks=captured is not None,
         take_groups=take_groups_of(stages.attention) if adapters is None else None,

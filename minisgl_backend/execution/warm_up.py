@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minisgl_backend.device.base import HostArray
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.execution.flat_batch import FlatBatch
 from minisgl_backend.execution.logprobs import RawLogprobs
@@ -55,14 +54,8 @@ class WarmUp:
         """Run the largest step, in which all rows without a chunk decode, and as many guesses are
         checked as there may be. If ``grouped``, these rows share all pages that a row can have, so
         that reading pages together is surely faster.
-
-        With recurrent states there are two such steps, since guesses are decoded, too, and only few
-        rows decode beside guesses.
         """
         limits, checks = self._limits, self._checks()
-        if checks and self._stages.states is not None:
-            self._step(self._chunks(checks), 0, checks=checks)
-            checks = []
         chunks = self._chunks(checks)
         num_decodes = limits.max_rows - len(checks) - len(chunks)
         self._step(chunks, num_decodes, checks=checks, grouped=grouped)
@@ -103,10 +96,9 @@ class WarmUp:
         last = self._limits.max_sequence_length - 1 if grouped else 0
         plan = self._dummy_plan(checks, chunks, prefix, num_decodes, last)
         try:
-            batch = FlatBatch.of(plan, decodes_checks=stages.states is not None)
+            batch = FlatBatch.of(plan)
             if num_decodes and (num_shared := last // stages.rows.page_size):
-                members = np.arange(batch.num_decodes - num_decodes, batch.num_decodes)
-                batch = replace(batch, groups=_one_group(members, num_shared))
+                batch = replace(batch, groups=_one_group(num_decodes, num_shared))
             tokens = plan.chunks.tokens
             hidden = self._layers(batch)
             due = stages.logits_of(batch, hidden)
@@ -166,11 +158,11 @@ def _powers_of_two(end: int) -> list[int]:
     return [1 << exponent for exponent in range((end - 1).bit_length())]
 
 
-def _one_group(members: HostArray, num_pages: int) -> Groups:
-    """All decoding rows without guesses, which share their first pages."""
+def _one_group(num_members: int, num_pages: int) -> Groups:
+    """All decoding rows, which share their first pages."""
     return Groups(
-        sizes=np.array([len(members)], np.int32),
+        sizes=np.array([num_members], np.int32),
         begins=np.zeros(1, np.int32),
         ends=np.array([num_pages], np.int32),
-        members=members.astype(np.int32),
+        members=np.arange(num_members, dtype=np.int32),
     )

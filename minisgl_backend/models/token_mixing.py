@@ -56,7 +56,8 @@ class RecurrentRows:
 
     ``decode_slots`` int64 [num_decodes]: the slots of the decoding rows, whose tokens come first;
     -1 for a token that does not belong to one. ``runs`` are the other tokens. ``checks``: if the
-    step checks guesses, the checks of the decoding rows, each of which may have several tokens.
+    step checks guesses, the checks of the decoding rows, with or without guesses; then these are
+    slots of tokens, of which a row may have several.
     """
 
     decode_slots: Tensor

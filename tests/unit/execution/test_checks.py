@@ -13,7 +13,7 @@ from tests.unit.execution.test_flat_batch import ints, plan_of
 
 def test_each_token_is_like_a_row_of_its_own() -> None:
     plan = plan_of([], [(1, 20), (2, 30)], [(3, 9, 3), (0, 2, 2)])
-    decodes, tokens, groups = as_decodes(plan, with_checks=True)
+    decodes, tokens, groups = as_decodes(plan)
     assert decodes.rows.tolist() == [3, 3, 3, 0, 0, 1, 2] == plan.sample_rows.tolist()
     assert decodes.positions.tolist() == [9, 10, 11, 2, 3, 20, 30]
     assert tokens.tolist() == [100, 101, 102, 103, 104, LAST_TOKEN, LAST_TOKEN]
@@ -27,22 +27,14 @@ def test_decoding_rows_keep_their_groups() -> None:
         plan_of([], [(1, 20), (2, 30), (0, 25)], [(3, 1, 2), (4, 40, 2)]),
         groups=Groups(ints(2), ints(0), ints(5), ints(0, 2)),
     )
-    for with_checks, members in ((True, [6, 5]), (False, [2, 1])):
-        _, _, groups = as_decodes(plan, with_checks=with_checks)
-        assert (groups.sizes.tolist(), groups.ends.tolist()) == ([2], [5])
-        assert groups.members.tolist() == members, "rows 0 and 2 are at these indices"
-
-
-def test_checks_may_be_left_to_others() -> None:
-    plan = plan_of([(5, 0, 4, 1)], [(1, 20), (2, 30)], [(3, 9, 3)])
-    decodes, tokens, _ = as_decodes(plan, with_checks=False)
-    assert decodes.rows.tolist() == [1, 2]
-    assert tokens.tolist() == [LAST_TOKEN] * 2
+    _, _, groups = as_decodes(plan)
+    assert (groups.sizes.tolist(), groups.ends.tolist()) == ([2], [5])
+    assert groups.members.tolist() == [6, 5], "rows 0 and 2 are at these indices"
 
 
 def test_steps_without_guesses_have_no_lengths() -> None:
     plan = plan_of([], [(1, 20), (2, 30)])
-    decodes, tokens, _ = as_decodes(plan, with_checks=True)
+    decodes, tokens, _ = as_decodes(plan)
     assert (decodes.rows.tolist(), tokens.tolist()) == ([1, 2], [LAST_TOKEN] * 2)
     assert not len(check_lengths(plan))
     assert are_decoded(plan.checks, 0)

@@ -45,7 +45,6 @@ from tests.conformance.checkpoints import CONTEXT, VOCAB_SIZE, write_checkpoint
 from tests.unit.execution.test_flat_batch import ints, plan_of
 
 MAX_ROWS = 9
-MOST_DECODES = 20
 
 
 @st.composite
@@ -108,11 +107,9 @@ def test_inputs_hold_the_step_and_padding(plan: StepPlan, more: int) -> None:
     batch = FlatBatch.of(plan)
     num_decodes, num_chunks = len(plan.decodes.rows), len(plan.chunks.rows)
     size = max(plan.num_tokens, 16 * num_chunks, 1) + more
-    content = fill(size, MAX_ROWS, MAX_ROWS, batch)
+    content = fill(size, MAX_ROWS, batch)
     assert content.dtype == np.int32
-    inputs = ChunkInputs.of(
-        torch.from_numpy(np.append(content, ints(7, 7))), size, MAX_ROWS, MAX_ROWS
-    )
+    inputs = ChunkInputs.of(torch.from_numpy(np.append(content, ints(7, 7))), size, MAX_ROWS)
     assert inputs.buffer.tolist() == content.tolist()
 
     def padded(values: list[int], padding: int, length: int) -> list[int]:
@@ -200,7 +197,7 @@ class Layers:
     def over_batch(self, plan: StepPlan) -> Tensor:
         if self.states is not None and (due := self.states.take_due(plan)):
             self.states.settle(Settling.of(due, self.device.upload))
-        return self.forward.over_batch(self.batch_of(plan))
+        return self.forward.over_batch(FlatBatch.of(plan))
 
     def over_decodes(self, decodes: Decodes, tokens: IntArray) -> Tensor:
         """As decode graphs compute it."""
@@ -211,9 +208,9 @@ class Layers:
         return self.forward.over_decodes(begin_decode(table, given, lines.shape[1], PAGE_SIZE))
 
     def over_inputs(self, size: int, plan: StepPlan) -> Tensor:
-        batch, runs, checks = self.batch_of(plan), None, None
-        content = fill(size, MAX_ROWS, MOST_DECODES, batch)
-        inputs = ChunkInputs.of(torch.from_numpy(content), size, MAX_ROWS, MOST_DECODES)
+        batch, runs, checks = FlatBatch.of(plan), None, None
+        content = fill(size, MAX_ROWS, batch)
+        inputs = ChunkInputs.of(torch.from_numpy(content), size, MAX_ROWS)
         if self.states is not None:
             room = partial(max_chunks, max_rows=MAX_ROWS)
             captured = CapturedRuns(self.states, self.device, room, 128)
@@ -221,14 +218,11 @@ class Layers:
             captured.write(batch, size)
             runs = captured.view(size)
             if len(lengths := batch.check_lengths):
-                own = slice(batch.num_decodes)
+                own = slice(lengths.sum())
                 of_checks = CapturedChecks(self.states, self.device, 128)
                 of_checks.write(batch.rows[own], batch.positions[own], lengths, size, [])
-                checks = of_checks.begin(len(inputs.decode_rows))
+                checks = of_checks.begin(min(size, 20))
         return self.forward.over_chunks(inputs, runs=runs, checks=checks)
-
-    def batch_of(self, plan: StepPlan) -> FlatBatch:
-        return FlatBatch.of(plan, decodes_checks=self.states is not None)
 
     @property
     def memory(self) -> list[Tensor]:
@@ -333,10 +327,10 @@ def test_guesses_are_alike_as_chunks_and_as_decoding_rows(
     plan.checks.tokens[:] = torch.arange(8).numpy()
     layers.rows.table.tokens[0], layers.rows.table.lengths[0] = 11, 9
     before = layers.copy_of_memory()
-    expected = layers.over_batch(plan).roll(-1, 0)  # decoding rows come first there
+    expected = layers.over_batch(plan).roll(-1, 0)  # there the row without guesses comes first
     after = layers.copy_of_memory()
     layers.go_back(before)
-    decodes, tokens, _ = as_decodes(plan, with_checks=True)
+    decodes, tokens, _ = as_decodes(plan)
     torch.testing.assert_close(layers.over_decodes(decodes, tokens), expected, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(layers.memory, after, atol=1e-4, rtol=1e-4)
 
@@ -357,7 +351,7 @@ def test_guesses_beside_prompts(case: str, tmp_path: Path, monkeypatch: pytest.M
     before = layers.copy_of_memory()
     expected, then = layers.over_batch(plan), layers.over_batch(after)
     kept = layers.copy_of_memory()
-    for size in (16, 32, 100):
+    for size in (33, 64, 100):  # there must be room for three chunks
         layers.go_back(before)
         hidden = layers.over_inputs(size, plan)
         torch.testing.assert_close(hidden[: plan.num_tokens], expected, atol=1e-3, rtol=1e-3)

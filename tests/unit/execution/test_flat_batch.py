@@ -121,10 +121,21 @@ CHECKED = replace(
 """Rows with guesses beside prompts and decoding rows."""
 
 
-@pytest.mark.parametrize("decodes_checks", [False, True])
-def test_samples_of_a_step_with_checks(decodes_checks: bool) -> None:
-    """Those of checks come first."""
-    batch = FlatBatch.of(CHECKED, decodes_checks=decodes_checks)
+def test_checks_come_after_decoding_rows_and_before_prompts() -> None:
+    batch = FlatBatch.of(CHECKED)
+    assert batch.rows.tolist() == [2, 4, 1, 1, 1, 0, 0, 3, 3, 3, 3, 5, 5]
+    assert batch.positions.tolist() == [9, 30, 7, 8, 9, 4, 5, 0, 1, 2, 3, 8, 9]
+    assert batch.tokens.tolist() == [LAST_TOKEN] * 2 + [*range(100, 105), *range(6)]
+    assert (batch.num_decodes, batch.num_checks) == (2, 2)
+    assert batch.check_lengths.tolist() == [1, 1, 3, 2]
+    assert batch.chunk_rows.tolist() == [1, 0, 3, 5]
+    assert batch.chunk_ends.tolist() == [10, 6, 4, 10]
+    assert batch.chunk_offsets.tolist() == [2, 5, 7, 11, 13]
+    assert batch.groups.members.tolist() == [1, 0]
+
+
+def test_samples_of_checks_come_first() -> None:
+    batch = FlatBatch.of(CHECKED)
     at = batch.sample_indices
     assert batch.sample_rows.tolist() == [1, 1, 1, 0, 0, 3, 2, 4] == batch.rows[at].tolist()
     assert batch.sample_positions.tolist() == [8, 9, 10, 5, 6, 4, 10, 31]
@@ -132,31 +143,6 @@ def test_samples_of_a_step_with_checks(decodes_checks: bool) -> None:
     assert batch.tokens[at].tolist() == [*range(100, 105), 3, LAST_TOKEN, LAST_TOKEN]
 
 
-def test_checks_that_are_decoded_come_before_other_rows() -> None:
-    batch = FlatBatch.of(CHECKED, decodes_checks=True)
-    assert batch.rows.tolist() == [1, 1, 1, 0, 0, 2, 4, 3, 3, 3, 3, 5, 5]
-    assert batch.positions.tolist() == [7, 8, 9, 4, 5, 9, 30, 0, 1, 2, 3, 8, 9]
-    assert batch.check_lengths.tolist() == [3, 2, 1, 1]
-    assert batch.num_decodes == 7
-    assert (batch.chunk_rows.tolist(), batch.chunk_offsets.tolist()) == ([3, 5], [7, 11, 13])
-    assert batch.groups.members.tolist() == [6, 5]
-
-
-def test_checks_that_are_chunks_come_after_prompts() -> None:
-    """So others may refer to prompts by index."""
-    batch = FlatBatch.of(CHECKED)
-    assert batch.rows.tolist() == [2, 4, 3, 3, 3, 3, 5, 5, 1, 1, 1, 0, 0]
-    assert batch.positions.tolist() == [9, 30, 0, 1, 2, 3, 8, 9, 7, 8, 9, 4, 5]
-    assert not len(batch.check_lengths)
-    assert batch.num_decodes == 2
-    assert batch.chunk_rows.tolist() == [3, 5, 1, 0]
-    assert batch.chunk_ends.tolist() == [4, 10, 10, 6]
-    assert batch.chunk_offsets.tolist() == [2, 6, 8, 11, 13]
-    assert batch.groups.members.tolist() == [1, 0]
-
-
 def test_steps_without_guesses_have_no_checks() -> None:
-    plan = plan_of([(3, 0, 4, 1), (5, 8, 2, 0)], [(2, 9), (4, 30)])
-    batch = FlatBatch.of(plan, decodes_checks=True)
-    assert not len(batch.check_lengths)
-    assert batch.rows.tolist() == FlatBatch.of(plan).rows.tolist()
+    batch = FlatBatch.of(plan_of([(3, 0, 4, 1), (5, 8, 2, 0)], [(2, 9), (4, 30)]))
+    assert not len(batch.check_lengths) and batch.num_checks == 0

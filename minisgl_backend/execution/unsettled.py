@@ -85,8 +85,7 @@ class UnsettledRows:
         """The checks to settle before ``plan`` computes anything. Those of released rows are
         dropped."""
         for row in plan.released_rows.tolist():
-            if (check := self._checks.pop(row, None)) is not None:
-                self._free.append(check.place)
+            self._pop(row)
         if not self._checks:
             return []
         due = []
@@ -94,7 +93,7 @@ class UnsettledRows:
         rows = np.concatenate([checks.rows, chunks.rows, decodes.rows]).tolist()
         firsts = np.concatenate([checks.starts, chunks.starts, decodes.positions]).tolist()
         for row, first in zip(rows, firsts, strict=True):
-            if (check := self._checks.pop(row, None)) is None:
+            if (check := self._pop(row)) is None:
                 continue
             count = first - check.start
             if not 0 < count <= check.length:
@@ -103,5 +102,11 @@ class UnsettledRows:
                     f"tokens from position {check.start}"
                 )
             due.append((row, check.place, check.start, count))
-            self._free.append(check.place)
         return due
+
+    def _pop(self, row: int) -> _Check | None:
+        """The check of a row, if it has one, whose place is free from now on."""
+        check = self._checks.pop(row, None)
+        if check is not None:
+            self._free.append(check.place)
+        return check

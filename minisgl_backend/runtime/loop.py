@@ -370,7 +370,7 @@ class Loop:
         now = time.monotonic()
         self._recorder.step_committed(
             _kind(plan),
-            batch_size=len(plan.chunks.rows) + len(plan.decodes.rows),
+            batch_size=len(plan.checks.rows) + len(plan.chunks.rows) + len(plan.decodes.rows),
             num_tokens=len(result.token_ids),
             duration_s=now - flight.launched_s,
         )

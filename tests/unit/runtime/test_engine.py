@@ -75,7 +75,9 @@ def test_steps_that_check_guesses_count_as_decode_steps() -> None:
     it = Bench(overlap=False, model=Model(vocabulary=2), speculative_tokens=5)
     it.submit(it.request([0, 1] * 5, max_tokens=40)).ending()
     it.engine.close(drain_s=0)
-    kinds = [kind for kind, _ in it.engine.take_observations().step_s]
+    observations = it.engine.take_observations()
+    assert set(observations.batch_size) == {1}
+    kinds = [kind for kind, _ in observations.step_s]
     assert kinds == ["prefill", *["decode"] * (len(kinds) - 1)]
     assert it.engine.stats().scheduler.num_checks > 0
 

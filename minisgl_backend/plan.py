@@ -328,6 +328,8 @@ class StepPlan:
     def sample_rows(self) -> IntArray:
         """The rows for which a token is sampled, in the order of ``SampledTokens``; a row with
         guesses occurs once for each of its tokens."""
+        if not len(self.checks.rows) and not len(self.chunks.rows):
+            return self.decodes.rows
         of_chunks = self.chunks.rows[self.chunks.sampled]
         return np.concatenate([self.checks.token_rows, of_chunks, self.decodes.rows])
 

@@ -20,24 +20,25 @@ from minisgl_backend.request import EMPTY, IntArray
 def are_decoded(checks: Checks, most_read_again: int | None) -> bool:
     """Whether guesses are computed as decoding rows: unless these would read more positions than
     ``most_read_again`` (``PagedAttention``)."""
-    num_read = (checks.lengths - 1) @ checks.starts.astype(np.int64)
-    return most_read_again is None or int(num_read) <= most_read_again
+    if most_read_again is None or not len(checks.rows):
+        return True
+    return int((checks.lengths - 1) @ checks.starts.astype(np.int64)) <= most_read_again
 
 
 def as_decodes(plan: StepPlan) -> tuple[Decodes, IntArray, Groups]:
     """What a step decodes if checks are decoded, which come first, and whose rows occur several
-    times; its tokens, int32 [num_decodes], each a token id or ``LAST_TOKEN``; and the plan's
-    groups, by index."""
+    times; its tokens, int32 [num_decodes], each a token id or ``LAST_TOKEN``, or none if all are
+    that; and the plan's groups, by index."""
     checks, decodes, groups = plan.checks, plan.decodes, plan.groups_by_index
-    tokens = np.full(len(decodes.rows), LAST_TOKEN, np.int32)
     if not len(checks.rows):
-        return decodes, tokens, groups
+        return decodes, EMPTY, groups
+    last = np.full(len(decodes.rows), LAST_TOKEN, np.int32)
     return (
         Decodes(
             np.concatenate([checks.token_rows, decodes.rows]),
             np.concatenate([checks.positions, decodes.positions]),
         ),
-        np.concatenate([checks.tokens, tokens]),
+        np.concatenate([checks.tokens, last]),
         replace(groups, members=groups.members + np.int32(len(checks.tokens))),
     )
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from torch import Tensor
 
@@ -66,7 +67,8 @@ class Recorded(Generic[T]):
 
 
 class RecordingDevice(CpuDevice):
-    """To an executor this device is not the host; ``replays`` names the outputs of replays."""
+    """To an executor this device is not the host; ``replays`` names the outputs of replays, and
+    ``num_overwritten`` counts what is written between them."""
 
     is_host: Any = False
 
@@ -74,10 +76,15 @@ class RecordingDevice(CpuDevice):
         super().__init__(num_threads=1)
         self.replays: list[str] = []
         self.num_captures = 0
+        self.num_overwritten = 0
 
     def capture(self, work: Callable[[], T]) -> Recorded[T]:
         self.num_captures += 1
         return Recorded(work, self.replays)
+
+    def overwrite(self, tensor: Tensor, array: npt.NDArray[Any]) -> None:
+        self.num_overwritten += 1
+        super().overwrite(tensor, array)
 
     def download(self, tensor: Tensor) -> Tensor:
         """A copy, since the next replay overwrites what a step leaves."""
@@ -152,6 +159,47 @@ def test_tokens_equal_those_of_launched_steps(
         )
     assert not replays[0]
     assert {"StepOutput", "Tensor"} == set(replays[1])  # decode steps, and layers of others
+
+
+@pytest.mark.parametrize("case", ["qwen3", "qwen3.5"])
+def test_between_steps_of_the_same_rows_nothing_is_written_but_grants(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choose, "has_triton", lambda: True)
+    write_checkpoint(case, tmp_path)
+    model, device = load_model(tmp_path, context=CONTEXT, fused=True), RecordingDevice()
+    options: dict[str, Any] = {"page_size": 16, "attention": "triton", "device": device, **GRAPHS}
+    with TinyEngine(model, context=CONTEXT, **options) as engine:
+        engine.run([np.arange(20, dtype=np.int32)], [GREEDY])  # graphs have other rows before
+        device.num_overwritten = 0
+        found = engine.run([np.arange(5, dtype=np.int32)], [replace(GREEDY, max_tokens=40)])
+    assert found.num_steps >= 40
+    of_prompt = 1 if case == "qwen3" else 2  # and its blocks
+    assert device.num_overwritten <= of_prompt + 1 + 45 // 16
+
+
+@pytest.mark.parametrize("case", ["qwen3.5", "nemotron-h", "falcon-h1", "lfm2", "kimi-linear"])
+def test_guesses_beside_recurrent_states_are_checked_by_graphs(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also beside prompts, as there are more requests than rows."""
+    monkeypatch.setattr(choose, "has_triton", lambda: True)
+    write_checkpoint(case, tmp_path)
+    model, device = load_model(tmp_path, context=CONTEXT, fused=True), RecordingDevice()
+    few = tuple((token, 100.0) for token in (10, 11, 12))
+    prompts = [np.array([10, 11, 12, 12] * count, np.int32) for count in range(1, 13)]
+    sampling = [replace(GREEDY, max_tokens=30, logit_bias=few)] * len(prompts)
+    options: dict[str, Any] = {"context": CONTEXT, "page_size": 16, "attention": "triton"}
+    with TinyEngine(model, **options) as engine:
+        plain = engine.run(prompts, sampling).tokens
+    graphs: dict[str, Any] = {"graph_sizes": (1, 8, 64), "chunk_graph_sizes": (16, 64, 256, 512)}
+    with TinyEngine(model, **options, **graphs, device=device, speculative_tokens=5) as engine:
+        device.replays.clear()
+        found = engine.run(prompts, sampling)
+        assert_some_right(engine)
+    assert found.tokens == plain
+    assert len(device.replays) == found.num_steps, "all steps are replayed"
+    assert {"StepOutput", "Tensor"} == set(device.replays)
 
 
 def test_guesses_of_rows_with_penalties_are_checked_by_decode_graphs(

@@ -35,7 +35,7 @@ def test_decoding_rows_keep_their_groups() -> None:
 def test_steps_without_guesses_have_no_lengths() -> None:
     plan = plan_of([], [(1, 20), (2, 30)])
     decodes, tokens, _ = as_decodes(plan)
-    assert (decodes.rows.tolist(), tokens.tolist()) == ([1, 2], [LAST_TOKEN] * 2)
+    assert (decodes.rows.tolist(), tokens.tolist()) == ([1, 2], [])
     assert not len(check_lengths(plan))
     assert are_decoded(plan.checks, 0)
 

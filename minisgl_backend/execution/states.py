@@ -242,9 +242,7 @@ class CapturedChecks:
         self._device.overwrite(self._buffer[: len(content)], content)
 
 
-def _tensors(
-    of: PendingUpdates | UnsettledTokens,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _tensors(of: PendingUpdates | UnsettledTokens) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The fields, in order."""
     if isinstance(of, PendingUpdates):
         return of.keys, of.values, of.decays, of.begins

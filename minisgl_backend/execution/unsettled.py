@@ -1,4 +1,4 @@
-"""Which rows have unsettled states, and where what their last checks have kept is.
+"""Which rows have unsettled states, and in which places their last checks have kept something.
 
 A step that checks guesses gives each of its decoding rows a place, for what its tokens would add to
 the row's states (``kernels.checks``). The row's next step tells how many of them count: all before

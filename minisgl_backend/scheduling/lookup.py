@@ -77,7 +77,10 @@ def guesses_at(
         length_there, found = recent.following(tokens, most, cache_key)
         if length_there > length and len(found):
             return found
-    return np.resize(tokens[end + 1 :][:most], most) if length else EMPTY
+    if not length:
+        return EMPTY
+    found = tokens[end + 1 : end + 1 + most]
+    return found if len(found) == most else np.resize(found, most)
 
 
 def _longest(text: IntArray, ends: IntArray, tokens: IntArray) -> tuple[int, int]:

@@ -9,9 +9,9 @@ A step first decodes every row that can decode. Then it spends ``max_prefill_tok
 prompts in the order of precedence, and admits sequences as it goes. So prefill never keeps decode
 waiting.
 
-Rows may decode with guesses at their next tokens (``guesses``), with at most half of the
-budget. Guesses are made from all tokens of a row, and what is planned next depends on how many were
-right. So while a step that they wait for, or that checks some, is in flight, nothing is planned.
+Rows may decode with guesses at their next tokens (``guesses``), with at most half of the budget.
+Guesses are made from all tokens of a row, and what is planned next depends on how many were right.
+So while a step that they wait for, or that checks some, is in flight, nothing is planned.
 
 Recurrent states cannot go back to before a wrong guess. So a step with guesses keeps the updates of
 all rows that decode in it, and the next step with a row adds those that count (``plan.Checks``).
@@ -260,7 +260,7 @@ class Scheduler:
         rows, states, page_size = self._rows, self._life.states, self._cache.page_size
         left = draft.budget // 2
         ready = rows.ready_to_decode()
-        is_short = rows.planned[ready] >= rows.capacity[ready]
+        short = set(ready[rows.planned[ready] >= rows.capacity[ready]].tolist())
         for row, guessed in guesses.items():
             start = int(rows.planned[row])  # the position of the last token
             end = start + min(1 + len(guessed), left)
@@ -269,14 +269,14 @@ class Scheduler:
             if states is not None:
                 end = min(end, states.kept_next(row, start))
             # pages are for rows that cannot decode without one first
-            num_spare = self._life.room.most_rows - np.count_nonzero(is_short & (ready != row))
+            num_spare = self._life.room.most_rows - len(short - {row})
             end = min(end, int(rows.capacity[row]) + max(0, num_spare) * page_size)
             if end < start + 2:  # and is granted nothing, since it may still be retracted at once
                 continue
             while rows.capacity[row] < end:
                 if not self._life.grow(np.array([row], np.int32), draft):
                     raise InvariantError(_NOT_GRANTED)
-            is_short &= ready != row
+            short.discard(row)
             tokens = np.array([rows.last_token(row), *guessed[: end - start - 1]], np.int32)
             left -= len(tokens)
             rows.plan_guesses(row, end)

@@ -172,16 +172,16 @@ class ModelExecutor:
             unsettled = self._unsettled_step(plan)
             if len(plan.masked_rows):
                 finish = graphs.begin(decodes, tokens, grants, unsettled=unsettled)
+                self._keep_unsettled(plan)
                 return partial(self._finish, plan, finish)
-            replay = partial(
-                graphs.replay,
-                decodes,
-                tokens,
-                grants,
-                groups,
-                unsettled=unsettled,
-                all_logits=all_logits,
-            )
+
+            def replay() -> StepOutput:
+                output = graphs.replay(
+                    decodes, tokens, grants, groups, unsettled=unsettled, all_logits=all_logits
+                )
+                self._keep_unsettled(plan)
+                return output
+
             return partial(self._finish, plan, replay)
         stages.rows.grant(grants)
         if self._states is not None:
@@ -215,15 +215,21 @@ class ModelExecutor:
             self.stages.sampler.learn(Draws.of(plan.admissions) if plan.admissions else plan.draws)
 
     def _unsettled_step(self, plan: StepPlan) -> UnsettledStep | None:
-        """What the graph of a decode step does to recurrent states if there are guesses. Everything
-        else that the plan does to states first is queued here."""
+        """What the graph of a decode step does to recurrent states if there are guesses. If not,
+        what the plan does to states first is queued here."""
         if self._states is None:
             return None
-        due, has_guesses = self._states.take_due(plan), len(plan.checks.rows) > 0
-        if not has_guesses or len(plan.snapshots.kept_rows):
-            self._settle_and_keep(self._states, plan, due)
-            due = []
-        return UnsettledStep(check_lengths(plan), due) if has_guesses else None
+        due = self._states.take_due(plan)
+        if len(plan.checks.rows):
+            return UnsettledStep(check_lengths(plan), due)
+        self._settle_and_keep(self._states, plan, due)
+        return None
+
+    def _keep_unsettled(self, plan: StepPlan) -> None:
+        """Queue that states are kept which the graph of a step with guesses has settled. It has not
+        changed them since."""
+        if self._states is not None and len(plan.checks.rows):
+            self._settle_and_keep(self._states, plan, [])
 
     def _settle_and_keep(self, states: StateStorage, plan: StepPlan, due: Due) -> None:
         """Queue what happens to recurrent states before a plan computes anything."""

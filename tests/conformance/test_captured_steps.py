@@ -8,7 +8,7 @@ twins do the computing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
@@ -24,7 +24,7 @@ from minisgl_backend.device.cpu import CpuDevice
 from minisgl_backend.execution.sampling import StepLogits, StepOutput
 from minisgl_backend.parallel.group import Group
 from minisgl_backend.plan import Pending, StepPlan, decode_plan, encode_plan
-from minisgl_backend.request import SamplingParams
+from minisgl_backend.request import IntArray, SamplingParams
 from minisgl_bench.decode import graph_facts
 from tests.conformance.checkpoints import CONTEXT, VOCAB_SIZE, write_checkpoint
 from tests.conformance.engines import (
@@ -182,7 +182,8 @@ def test_between_steps_of_the_same_rows_nothing_is_written_but_grants(
 def test_guesses_beside_recurrent_states_are_checked_by_graphs(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also beside prompts, as there are more requests than rows."""
+    """Also beside prompts, as there are more requests than rows. The states that rows keep while
+    they decode serve those who go on from their answers."""
     monkeypatch.setattr(choose, "has_triton", lambda: True)
     write_checkpoint(case, tmp_path)
     model, device = load_model(tmp_path, context=CONTEXT, fused=True), RecordingDevice()
@@ -190,15 +191,25 @@ def test_guesses_beside_recurrent_states_are_checked_by_graphs(
     prompts = [np.array([10, 11, 12, 12] * count, np.int32) for count in range(1, 13)]
     sampling = [replace(GREEDY, max_tokens=30, logit_bias=few)] * len(prompts)
     options: dict[str, Any] = {"context": CONTEXT, "page_size": 16, "attention": "triton"}
+    options |= {"num_positions": 2048, "num_snapshots": 64}
+
+    def next_turns(answers: Sequence[Sequence[int]]) -> list[IntArray]:
+        turns = zip(prompts, answers, strict=True)
+        return [np.array([*prompt, *answer, 10], np.int32) for prompt, answer in turns]
+
     with TinyEngine(model, **options) as engine:
         plain = engine.run(prompts, sampling).tokens
+        plain_then = engine.run(next_turns(plain), sampling).tokens
     graphs: dict[str, Any] = {"graph_sizes": (1, 8, 64), "chunk_graph_sizes": (16, 64, 256, 512)}
     with TinyEngine(model, **options, **graphs, device=device, speculative_tokens=5) as engine:
         device.replays.clear()
         found = engine.run(prompts, sampling)
         assert_some_right(engine)
+        assert len(device.replays) == found.num_steps, "all steps are replayed"
+        then = engine.run(next_turns(found.tokens), sampling)
+        assert then.num_cached_tokens > sum(map(len, prompts)), "answers, too"
     assert found.tokens == plain
-    assert len(device.replays) == found.num_steps, "all steps are replayed"
+    assert then.tokens == plain_then
     assert {"StepOutput", "Tensor"} == set(device.replays)
 
 

@@ -180,6 +180,32 @@ def gated(x, z, norm_ptr, i, inside, eps, SIZE: tl.constexpr, NORMS: tl.constexp
     return x
 
 
+@triton.jit
+def gate_group(
+    out_ptr,
+    z_ptr,
+    norm_ptr,
+    t,
+    group,
+    is_token,
+    z_stride,
+    eps,
+    GROUPS: tl.constexpr,
+    SIZE: tl.constexpr,
+    NORMS: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    """Gate, and if ``NORMS`` normalize, what a group's heads read for token ``t``; zeros unless it
+    ``is_token``."""
+    i = group * SIZE + tl.arange(0, PADDED)
+    inside = tl.arange(0, PADDED) < SIZE
+    at = out_ptr + t * (GROUPS * SIZE) + i
+    x = tl.load(at, mask=inside & is_token, other=0.0).to(tl.float32)
+    z = tl.load(z_ptr + t * z_stride + i, mask=inside & is_token, other=0.0).to(tl.float32)
+    x = gated(x, z, norm_ptr, i, inside, eps, SIZE, NORMS)
+    tl.store(at, x.to(out_ptr.dtype.element_ty), mask=inside)
+
+
 @triton.jit(
     do_not_specialize=["num_runs", "last_block"],
     do_not_specialize_on_alignment=["blocks_ptr", "runs_ptr"],
@@ -211,13 +237,9 @@ def _gated_norm(
     if t < tl.load(blocks_ptr):
         return
     is_token = t < tl.load(blocks_ptr + last_block * 4 + 1)
-    i = group * SIZE + tl.arange(0, PADDED)
-    inside = tl.arange(0, PADDED) < SIZE
-    at = out_ptr + t * (GROUPS * SIZE) + i
-    x = tl.load(at, mask=inside & is_token, other=0.0).to(tl.float32)
-    z = tl.load(z_ptr + t * z_stride + i, mask=inside & is_token, other=0.0).to(tl.float32)
-    x = gated(x, z, norm_ptr, i, inside, eps, SIZE, NORMS)
-    tl.store(at, x.to(out_ptr.dtype.element_ty), mask=inside)
+    gate_group(
+        out_ptr, z_ptr, norm_ptr, t, group, is_token, z_stride, eps, GROUPS, SIZE, NORMS, PADDED
+    )
 
 
 def launch_mamba_blocks(

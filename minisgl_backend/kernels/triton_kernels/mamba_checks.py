@@ -22,7 +22,8 @@ import triton.language as tl
 from torch import Tensor
 
 from minisgl_backend.kernels.triton_kernels.conv_checks import CHECK, launch_conv_checks
-from minisgl_backend.kernels.triton_kernels.mamba_blocks import gated, step_of
+from minisgl_backend.kernels.triton_kernels.mamba_blocks import gate_group, step_of
+from minisgl_backend.kernels.triton_kernels.mamba_step import part_of_state
 from minisgl_backend.kernels.triton_kernels.pdl import allow_next, launch_options, wait_previous
 from minisgl_backend.kernels.triton_kernels.pending_updates import with_pending
 from minisgl_backend.plan import WHOLE_EVERY
@@ -98,10 +99,7 @@ def _read_checks(
     group = head // SHARING
     p, n = part * PART + tl.arange(0, PART), tl.arange(0, NP)
     in_p, in_n = p < P, n < N
-    in_state = in_p[:, None] & in_n[None, :]
-    at = states_ptr + slot * states_stride + head * (P * N) + p[:, None] * N + n[None, :]
-    state = tl.load(at, mask=in_state, other=0.0, cache_modifier=".cg")
-    state = state.to(tl.float32)  # [PART, NP]
+    _, _, state = part_of_state(states_ptr + slot * states_stride + head * (P * N), p, n, P, N)
     of_head = slot * HEADS + head
     begin = tl.load(begins_ptr + of_head, cache_modifier=".cg")
     of_x, of_b = head * P + p, HEADS * P + group * N + n
@@ -163,7 +161,7 @@ def _gate_checks(
     GROUPS: tl.constexpr,
     SIZE: tl.constexpr,  # values of a group
     NORMS: tl.constexpr,
-    BLOCK: tl.constexpr,  # SIZE, padded to a power of two
+    PADDED: tl.constexpr,  # SIZE, as a power of two
     PDL: tl.constexpr,
 ):
     """For a token and a group. Padding gets zeros."""
@@ -172,12 +170,9 @@ def _gate_checks(
         wait_previous()
     token, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     is_token = tl.load(checks_ptr + token * CHECK) >= 0
-    i, inside = group * SIZE + tl.arange(0, BLOCK), tl.arange(0, BLOCK) < SIZE
-    at = out_ptr + token * (GROUPS * SIZE) + i
-    x = tl.load(at, mask=inside & is_token, other=0.0).to(tl.float32)
-    z = tl.load(z_ptr + token * z_stride + i, mask=inside & is_token, other=0.0).to(tl.float32)
-    x = gated(x, z, norm_ptr, i, inside, eps, SIZE, NORMS)
-    tl.store(at, x.to(out_ptr.dtype.element_ty), mask=inside)
+    gate_group(
+        out_ptr, z_ptr, norm_ptr, token, group, is_token, z_stride, eps, GROUPS, SIZE, NORMS, PADDED
+    )
 
 
 def launch_mamba_checks(
@@ -241,7 +236,7 @@ def launch_mamba_checks(
         **launch_options(pdl),
     )
     size = num_heads * head_dim // num_groups
-    block = triton.next_power_of_2(size)
+    padded = triton.next_power_of_2(size)
     _gate_checks[(num_tokens, num_groups)](
         out,
         z,
@@ -252,8 +247,8 @@ def launch_mamba_checks(
         GROUPS=num_groups,
         SIZE=size,
         NORMS=norm is not None,
-        BLOCK=block,
+        PADDED=padded,
         PDL=pdl,
-        num_warps=4 if block < 4096 else 8,
+        num_warps=4 if padded < 4096 else 8,
         **launch_options(pdl),
     )

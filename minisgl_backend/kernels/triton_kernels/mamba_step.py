@@ -54,7 +54,7 @@ def _begun(inputs_ptr, weight_ptr, bias_ptr, c, mask, WIDTH: tl.constexpr, BIAS:
 
 
 @triton.jit
-def _part_of_state(head_ptr, p, n, P: tl.constexpr, N: tl.constexpr):
+def part_of_state(head_ptr, p, n, P: tl.constexpr, N: tl.constexpr):
     """The values ``p`` of a head's state: where they are, which of them there are, and what is
     there, [PART, NP]. They were written before the step, so the first-level cache is bypassed."""
     at = head_ptr + p[:, None] * N + n[None, :]
@@ -112,7 +112,7 @@ def _step(
     p, n = tl.program_id(0) * PART + tl.arange(0, PART), tl.arange(0, NP)
     in_p, in_n = p < P, n < N
     of_state = states_ptr + slot * states_stride + head * (P * N)
-    at, in_state, state = _part_of_state(of_state, p, n, P, N)
+    at, in_state, state = part_of_state(of_state, p, n, P, N)
     place = (tl.load(positions_ptr + row) % EVERY).to(tl.int32)  # of this token's update
     of_head = slot * HEADS + head
     begin = tl.load(begins_ptr + of_head, cache_modifier=".cg")
@@ -314,7 +314,7 @@ def _read(
     p, n = tl.program_id(0) * PART + tl.arange(0, PART), tl.arange(0, NP)
     in_p, in_n = p < P, n < N
     of_state = states_ptr + slot * states_stride + head * (P * N)
-    at, in_state, state = _part_of_state(of_state, p, n, P, N)
+    at, in_state, state = part_of_state(of_state, p, n, P, N)
     place = (tl.load(positions_ptr + row) % EVERY).to(tl.int32)
     of_head, group = slot * HEADS + head, head // (HEADS // GROUPS)
     begin = tl.load(begins_ptr + of_head, cache_modifier=".cg")

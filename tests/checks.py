@@ -92,42 +92,26 @@ def nothing_kept(
         num_heads,
         key_dim,
         value_dim,
-        num_decays=key_dim if by_dimension else 1,
+        by_dimension=by_dimension,
         dtype=states.conv.dtype,
         device=states.conv.device,
     )
-    return UnsettledTokens(
-        of_layers.inputs[0], of_layers.keys[0], of_layers.values[0], of_layers.decays[0]
-    )
+    return of_layers.by_layer()[0]
 
 
 def unsettled_tokens(
-    num_layers: int,
-    num_places: int,
-    most_tokens: int,
-    num_channels: int,
-    num_key_heads: int,
-    num_heads: int,
-    key_dim: int,
-    value_dim: int,
-    *,
-    num_decays: int = 1,
+    *sizes: int,
+    by_dimension: bool = False,
     dtype: torch.dtype = torch.float32,
     device: torch.device | None = None,
 ) -> UnsettledTokens:
-    """Room for checks of all layers. What was there before must not be read: it is NaN. Heads have
-    ``num_decays``; ``dtype`` is the convolution's."""
-    places = num_layers, num_places, most_tokens
-    inputs = torch.full((*places, num_channels), torch.nan, dtype=dtype, device=device)
-    keys, values, decays = (
-        torch.full((*places, heads, size), torch.nan, device=device)
-        for heads, size in (
-            (num_key_heads, key_dim),
-            (num_heads, value_dim),
-            (num_heads, num_decays),
-        )
+    """``UnsettledTokens.of_layers``. What was there before must not be read: it is NaN."""
+    tokens = UnsettledTokens.of_layers(
+        *sizes, by_dimension=by_dimension, dtype=dtype, device=device
     )
-    return UnsettledTokens(inputs, keys, values, decays)
+    for each in (tokens.inputs, tokens.keys, tokens.values, tokens.decays):
+        each.fill_(torch.nan)
+    return tokens
 
 
 def filled(
@@ -144,24 +128,6 @@ def filled(
         of_tokens.copy_(torch.randn(of_tokens.shape, generator=draw))
     own.decays.copy_(-torch.rand(own.decays.shape, generator=draw).cumsum(1))
     return own
-
-
-def no_updates(
-    num_layers: int, num_rows: int, *sizes: int, device: torch.device | None = None
-) -> PendingUpdates:
-    """Of all layers. ``sizes``: numbers of key heads and heads, key_dim and value_dim."""
-    key_heads, heads, key_dim, value_dim = sizes
-    none = PendingUpdates.none(num_layers * num_rows, key_heads, heads, key_dim, value_dim, device)
-
-    def of_layers(of_rows: Tensor) -> Tensor:
-        return of_rows.view(num_layers, num_rows, *of_rows.shape[1:])
-
-    return PendingUpdates(
-        of_layers(none.keys),
-        of_layers(none.values),
-        of_layers(none.decays),
-        of_layers(none.begins),
-    )
 
 
 def layered(

@@ -76,18 +76,28 @@ class StateStorage:
             )
             make = partial(DeltaStates, readers=readers)
         num_layers = len(shape.layers)
-        # with a dimension of layers, as ``settle`` takes them
-        self._pending = _no_updates(shape, num_layers, num_rows + 1, device)
-        self._unsettled = _no_tokens(shape, num_layers, num_checks, most_tokens, dtype, device)
+        self._pending = PendingUpdates.of_layers(
+            num_layers, num_rows + 1, *_pending_shape(shape), device=device
+        )
+        self._unsettled = UnsettledTokens.of_layers(
+            num_layers,
+            num_checks,
+            most_tokens,
+            shape.num_channels,
+            *shape.updates,
+            by_dimension=shape.by_dimension,
+            dtype=dtype,
+            device=device,
+        )
         self._unsettled_rows = UnsettledRows(num_checks, most_tokens, dummy_row=num_rows)
         self.num_checks = num_checks
         self.layers: Sequence[LayerStates] = [
-            make(conv, matrices, PendingUpdates(*pending), unsettled=UnsettledTokens(*unsettled))
+            make(conv, matrices, pending, unsettled=unsettled)
             for conv, matrices, pending, unsettled in zip(
                 self._conv.unbind(1),
                 self._matrices.unbind(1),
-                zip(*_tensors(self._pending), strict=True),
-                zip(*_tensors(self._unsettled), strict=True),
+                self._pending.by_layer(),
+                self._unsettled.by_layer(),
                 strict=True,
             )
         ]
@@ -240,46 +250,6 @@ class CapturedChecks:
         if len(rows):
             lines[: len(rows)] = self._states.begin_checks(rows, positions, lengths)
         self._device.overwrite(self._buffer[: len(content)], content)
-
-
-def _tensors(of: PendingUpdates | UnsettledTokens) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The fields, in order."""
-    if isinstance(of, PendingUpdates):
-        return of.keys, of.values, of.decays, of.begins
-    return of.inputs, of.keys, of.values, of.decays
-
-
-def _no_updates(
-    shape: RecurrentSpec, num_layers: int, num_rows: int, device: torch.device
-) -> PendingUpdates:
-    """Memory for the updates of rows in all layers; each field begins with a dimension of these."""
-    every = PendingUpdates.none(num_layers * num_rows, *_pending_shape(shape), device)
-    return PendingUpdates(
-        *(each.view(num_layers, num_rows, *each.shape[1:]) for each in _tensors(every))
-    )
-
-
-def _no_tokens(
-    shape: RecurrentSpec,
-    num_layers: int,
-    num_checks: int,
-    most_tokens: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> UnsettledTokens:
-    """Memory for the tokens of checks in all layers, likewise."""
-    num_key_heads, num_heads, key_dim, value_dim = shape.updates
-
-    def zeros(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        size = (num_layers, num_checks, most_tokens, *size)
-        return torch.zeros(size, dtype=dtype, device=device)
-
-    return UnsettledTokens(
-        zeros(shape.num_channels, dtype=dtype),
-        zeros(num_key_heads, key_dim),
-        zeros(num_heads, value_dim),
-        zeros(num_heads, key_dim if shape.by_dimension else 1),
-    )
 
 
 def _pending_shape(shape: RecurrentSpec) -> tuple[int, int, int, int]:

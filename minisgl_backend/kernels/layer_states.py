@@ -58,6 +58,22 @@ class PendingUpdates:
         begins = torch.zeros(num_rows, num_heads, dtype=torch.int32, device=device)
         return cls(keys, values, decays, begins)
 
+    @classmethod
+    def of_layers(
+        cls, num_layers: int, num_rows: int, *sizes: int, device: torch.device | None = None
+    ) -> PendingUpdates:
+        """The same for all layers: the fields begin with a dimension of these. ``sizes`` are those
+        of ``none``."""
+        key_heads, heads, key_dim, value_dim = sizes
+        none = cls.none(num_layers * num_rows, key_heads, heads, key_dim, value_dim, device)
+        each = none.keys, none.values, none.decays, none.begins
+        return cls(*(of.view(num_layers, num_rows, *of.shape[1:]) for of in each))
+
+    def by_layer(self) -> list[PendingUpdates]:
+        """What ``of_layers`` has made for each layer."""
+        each = self.keys, self.values, self.decays, self.begins
+        return [PendingUpdates(*of_layer) for of_layer in zip(*each, strict=True)]
+
     def clear(self, row: int, position: int) -> None:
         """Nothing is pending in a row whose next token has this position."""
         self.begins[row] = position % WHOLE_EVERY
@@ -85,6 +101,39 @@ class UnsettledTokens:
     keys: Tensor
     values: Tensor
     decays: Tensor
+
+    @classmethod
+    def of_layers(
+        cls,
+        num_layers: int,
+        num_places: int,
+        most_tokens: int,
+        num_channels: int,
+        *sizes: int,
+        by_dimension: bool,
+        dtype: torch.dtype,
+        device: torch.device | None = None,
+    ) -> UnsettledTokens:
+        """Zeros, for all layers: the fields begin with a dimension of these. ``sizes``: numbers of
+        key heads and heads, key_dim and value_dim; ``by_dimension``: each dimension of a key decays
+        by itself; ``dtype`` is the convolution's."""
+        key_heads, heads, key_dim, value_dim = sizes
+        places = num_layers, num_places, most_tokens
+        inputs = torch.zeros(*places, num_channels, dtype=dtype, device=device)
+        keys, values, decays = (
+            torch.zeros(*places, *of_token, device=device)
+            for of_token in (
+                (key_heads, key_dim),
+                (heads, value_dim),
+                (heads, key_dim if by_dimension else 1),
+            )
+        )
+        return cls(inputs, keys, values, decays)
+
+    def by_layer(self) -> list[UnsettledTokens]:
+        """What ``of_layers`` has made for each layer."""
+        each = self.inputs, self.keys, self.values, self.decays
+        return [UnsettledTokens(*of_layer) for of_layer in zip(*each, strict=True)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

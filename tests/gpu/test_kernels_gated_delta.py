@@ -164,6 +164,36 @@ def settle_both(
     settle_reference(*layered(wanted), settling, keys_are_lines=True)
 
 
+def assert_checks(
+    states: DeltaStates,
+    wanted: DeltaStates,
+    inputs: DeltaInputs,
+    weights: DeltaWeights,
+    state_dtype: torch.dtype,
+) -> None:
+    """``SOME_CHECKS`` give the same by the kernels and by the twin, of ``states`` and ``wanted``,
+    which are equal. States change only when some of the tokens are settled."""
+    dtype = states.conv.dtype
+    conv, begun = states.conv.clone(), states.matrices.clone()
+    slots, checks, positions = arranged(SOME_CHECKS, states.conv.device)
+    out, expected = (torch.full_like(inputs.z, 7.0).contiguous() for _ in range(2))
+    gated_delta.delta_checks_reference(expected, inputs, weights, wanted, slots, checks)
+    gated_delta.delta_checks(out, inputs, weights, states, slots, checks, positions)
+    tolerance = 2 * TOLERANCE[dtype]
+    assert_close(out, expected, tolerance=tolerance)
+    assert not out[: len(slots)][slots < 0].any() and (out[len(slots) :] == 7).all()
+    assert states.unsettled is not None and wanted.unsettled is not None
+    assert_alike(states.unsettled, wanted.unsettled, tolerance)
+    assert torch.equal(states.conv, conv) and torch.equal(states.matrices, begun)
+    assert not states.readers.any() and not states.pending.begins.any()
+    settle_both(states, wanted, [(4, 2, 8, 2), (0, 0, 16, 1), (3, 1, 24, 8)])
+    assert torch.equal(states.conv, wanted.conv)
+    for slot in (0, 3, 4):
+        error = relative_error(states.matrices[slot], wanted.matrices[slot])
+        assert error < 2 * max(1e-3, TOLERANCE[dtype], TOLERANCE[state_dtype])
+    assert torch.equal(states.matrices[[1, 2, 5]], begun[[1, 2, 5]])
+
+
 @pytest.mark.parametrize(
     ("shape", "width", "state_dtype"),
     [*product(SHAPES, [2, 4], [torch.float32]), *product(SHAPES[:2], [4], OF_16_BITS)],
@@ -181,25 +211,9 @@ def test_delta_checks(
         with_room(of)
         for of in made_states(shape, 6, device, dtype, width=width, state_dtype=state_dtype)
     )
-    conv, begun = states.conv.clone(), states.matrices.clone()
-    slots, checks, positions = arranged(SOME_CHECKS, device)
+    slots, _, _ = arranged(SOME_CHECKS, device)
     inputs = made_inputs(shape, len(slots) + 2, device, dtype)
-    out, expected = (torch.full_like(inputs.z, 7.0).contiguous() for _ in range(2))
-    gated_delta.delta_checks_reference(expected, inputs, weights, wanted, slots, checks)
-    gated_delta.delta_checks(out, inputs, weights, states, slots, checks, positions)
-    tolerance = 2 * TOLERANCE[dtype]
-    assert_close(out, expected, tolerance=tolerance)
-    assert not out[: len(slots)][slots < 0].any() and (out[len(slots) :] == 7).all()
-    assert states.unsettled is not None and wanted.unsettled is not None
-    assert_alike(states.unsettled, wanted.unsettled, tolerance)
-    assert torch.equal(states.conv, conv) and torch.equal(states.matrices, begun)
-    assert not states.readers.any() and not states.pending.begins.any()
-    settle_both(states, wanted, [(4, 2, 8, 2), (0, 0, 16, 1), (3, 1, 24, 8)])
-    assert torch.equal(states.conv, wanted.conv)
-    for slot in (0, 3, 4):
-        error = relative_error(states.matrices[slot], wanted.matrices[slot])
-        assert error < 2 * max(1e-3, TOLERANCE[dtype], TOLERANCE[state_dtype])
-    assert torch.equal(states.matrices[[1, 2, 5]], begun[[1, 2, 5]])
+    assert_checks(states, wanted, inputs, weights, state_dtype)
     begins = torch.tensor([1, 0, 0, 0, 2, 0], device=device)[:, None]
     assert (states.pending.begins == begins).all()
 

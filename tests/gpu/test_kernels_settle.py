@@ -12,7 +12,7 @@ from minisgl_backend.kernels.dispatch import is_interpreted
 from minisgl_backend.kernels.layer_states import PendingUpdates
 from minisgl_backend.kernels.settle import Settling, settle, settle_reference
 from minisgl_backend.plan import WHOLE_EVERY
-from tests.checks import filled, no_updates, unsettled_tokens
+from tests.checks import filled, unsettled_tokens
 from tests.gpu.compare import TOLERANCE, relative_error
 
 LAYERS, SLOTS, ROWS, CHANNELS = 3, 7, 6, 300
@@ -76,16 +76,19 @@ def test_settle(
         8,
         CHANNELS,
         *shape,
-        num_decays=key_dim if kind == "kimi" else 1,
+        by_dimension=kind == "kimi",
         dtype=dtype,
         device=device,
     )
     for _, place, _, count in CHECKS:
         filled(unsettled, place, count, draw)
     if kind == "kimi":
-        pending, whole = no_updates(LAYERS, ROWS, 0, 0, 0, 0, device=device), matrices.clone()
+        pending, whole = (
+            PendingUpdates.of_layers(LAYERS, ROWS, 0, 0, 0, 0, device=device),
+            matrices.clone(),
+        )
     else:
-        pending = no_updates(LAYERS, ROWS, *shape, device=device)
+        pending = PendingUpdates.of_layers(LAYERS, ROWS, *shape, device=device)
         whole = with_updates(
             matrices.float(), pending, keys_are_lines=keys_are_lines, draw=draw
         ).to(state_dtype)

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from minisgl_backend.kernels.layer_states import stored
+from minisgl_backend.kernels.layer_states import PendingUpdates, stored
 from minisgl_backend.kernels.settle import Settling, settle
 from minisgl_backend.plan import WHOLE_EVERY
-from tests.checks import filled, no_updates, unsettled_tokens
+from tests.checks import filled, unsettled_tokens
 
 LAYERS, ROWS, PLACES, MOST = 3, 7, 5, 8
 CHANNELS, KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM = 11, 2, 4, 6, 10
@@ -34,10 +34,8 @@ def test_settled_states_are_those_after_the_tokens_that_count(
     conv = torch.randn(ROWS, LAYERS, CHANNELS, 3, generator=draw)
     matrices = torch.randn(ROWS, LAYERS, HEADS, KEY_DIM, VALUE_DIM, generator=draw)
     sizes = CHANNELS, KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM
-    unsettled = unsettled_tokens(
-        LAYERS, PLACES, MOST, *sizes, num_decays=KEY_DIM if by_dimension else 1
-    )
-    pending = no_updates(LAYERS, ROWS, *sizes[1:])
+    unsettled = unsettled_tokens(LAYERS, PLACES, MOST, *sizes, by_dimension=by_dimension)
+    pending = PendingUpdates.of_layers(LAYERS, ROWS, *sizes[1:])
     states = matrices.to(state_dtype)
     states = states if keys_are_lines else states.mT.contiguous()
     wanted_conv, wanted = conv.clone(), states.clone()
@@ -74,7 +72,7 @@ def test_layers_may_have_no_matrices() -> None:
     own = filled(unsettled, 3, 1, draw)
     wanted = conv.clone()
     wanted[5] = torch.cat([conv[5, :, :, 1:], own.inputs.mT], dim=2)
-    pending = no_updates(LAYERS, ROWS, 0, 0, 0, 0)
+    pending = PendingUpdates.of_layers(LAYERS, ROWS, 0, 0, 0, 0)
     matrices = torch.zeros(ROWS, LAYERS, 0, 0, 0)
     settling = Settling.of([(5, 3, 20, 1)], torch.from_numpy)
     settle(conv, matrices, pending, unsettled, settling, keys_are_lines=True)

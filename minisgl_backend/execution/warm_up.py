@@ -78,7 +78,7 @@ class WarmUp:
         while left and self._longest_chunk > 1:
             lengths.append(min(1 + left, self._longest_chunk))
             left -= lengths[-1] - 1
-        return lengths
+        return lengths[: self._limits.max_rows]
 
     def _step(
         self,

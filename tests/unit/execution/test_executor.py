@@ -409,6 +409,20 @@ def test_the_largest_dummy_step_has_as_many_guesses_as_there_may_be(
     assert num_samples == [[5, 3, 1, 1]]
 
 
+def test_the_largest_dummy_step_has_no_more_rows_than_there_are(executor: ModelExecutor) -> None:
+    """Even if guesses are to be checked, and each chunk has room for only one."""
+    stages, num_rows = executor.stages, []
+    stages.limits = replace(stages.limits, section=2, most_guesses=7)
+
+    def layers(batch: FlatBatch) -> Tensor:
+        num_rows.append(batch.num_decodes + len(batch.chunk_rows))
+        return stages.forward.over_batch(batch)
+
+    executor.device.submit(WarmUp(stages, layers).largest).result()
+
+    assert num_rows == [stages.limits.max_rows]
+
+
 def test_dummy_steps_expand_latents_before_a_chunk(
     executor: ModelExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:

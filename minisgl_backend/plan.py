@@ -42,6 +42,9 @@ NO_TOKEN: Final = -1
 LAST_TOKEN: Final = -1
 """In place of a token to compute: the last one that the row sampled, which the device knows."""
 
+TO_SAMPLE: Final = -1
+"""In place of the token after a chunk: it is sampled after the chunk."""
+
 NO_SNAPSHOT: Final = -1
 """In place of a snapshot's number: there is none."""
 
@@ -139,14 +142,14 @@ class PromptChunks:
     """Chunks of prompts to compute, int32[num_chunks]: positions start .. start + length - 1 of a
     row.
 
-    ``tokens`` [sum of lengths] holds their tokens, chunk after chunk. ``are_last`` is 1 for a chunk
-    that ends with the row's last known token, after which one is sampled, and 0 for the others.
+    ``tokens`` [sum of lengths] holds their tokens, chunk after chunk, and ``next_tokens`` the token
+    after each chunk; or ``TO_SAMPLE``, if the chunk ends with the row's last known token.
     """
 
     rows: IntArray = field(default_factory=_none)
     starts: IntArray = field(default_factory=_none)
     lengths: IntArray = field(default_factory=_none)
-    are_last: IntArray = field(default_factory=_none)
+    next_tokens: IntArray = field(default_factory=_none)
     tokens: IntArray = field(default_factory=_none)
 
     @property
@@ -157,7 +160,7 @@ class PromptChunks:
     @property
     def sampled(self) -> IntArray:
         """The indices of the chunks after which a token is sampled."""
-        return np.flatnonzero(self.are_last).astype(np.int32)
+        return np.flatnonzero(self.next_tokens == TO_SAMPLE).astype(np.int32)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -300,6 +303,9 @@ class StepPlan:
     of their own. No entry is granted twice.
     ``groups``: rows of ``decodes`` whose shared pages are worth reading together. Results do not
     depend on them.
+    ``mtp_rows``: rows that get a token and whose next tokens the model's MTP layer then guesses,
+    each once. They have pages for all positions that this may take: ``speculative_mtp_tokens`` - 1
+    after those of the step.
     ``masked_rows``: the rows that get a token and whose request has a grammar, each once, in the
     order of ``sample_rows``. If there are any, the step waits for the masks of their samples before
     it samples (``Pending.mask``).
@@ -321,6 +327,7 @@ class StepPlan:
     decodes: Decodes = field(default_factory=Decodes)
     groups: Groups = NO_GROUPS
     scores: Scores = field(default_factory=Scores)
+    mtp_rows: IntArray = field(default_factory=_none)
     masked_rows: IntArray = field(default_factory=_none)
     draws: Draws = field(default_factory=Draws)
 
@@ -355,7 +362,7 @@ class StepPlan:
         return len(self.checks.tokens) + len(self.chunks.tokens) + len(self.decodes.rows)
 
 
-_ARRAYS: Final = ("released_rows", "broken_pages", "broken_window_pages")
+_ARRAYS: Final = ("released_rows", "broken_pages", "broken_window_pages", "mtp_rows")
 _PARTS: Final[Mapping[str, type[Any]]] = {
     "adapters": AdapterMoves,
     "copies": Copies,
@@ -411,15 +418,18 @@ class SampledTokens:
     one for each token of a row that asked for logprobs, and for each row whose prompt is embedded
     and ends in this step.
     ``prompt_logprobs`` has one element for each of the plan's ``scores``, in their order.
+    ``mtp_guesses``, int32[num_mtp_rows, speculative_mtp_tokens], are guesses at the tokens after
+    the last one that the step has sampled for each of the plan's ``mtp_rows``.
     """
 
     token_ids: IntArray
     logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     embeddings: Mapping[int, FloatArray] = field(default_factory=dict)
+    mtp_guesses: IntArray = field(default_factory=_none)
 
     def at(self, indices: IntArray) -> SampledTokens:
-        """The samples at ``indices``, without ``prompt_logprobs``."""
+        """The samples at ``indices``, without ``prompt_logprobs`` and ``mtp_guesses``."""
         return SampledTokens(
             self.token_ids[indices],
             _renumbered(self.logprobs, indices),

@@ -19,6 +19,7 @@ from minisgl_backend.execution.stages import Stages
 from minisgl_backend.limits import Limits
 from minisgl_backend.plan import (
     NO_SNAPSHOT,
+    TO_SAMPLE,
     Checks,
     Decodes,
     Groups,
@@ -143,7 +144,7 @@ class WarmUp:
                 rows=np.full(len(chunks), row, np.int32),
                 starts=starts,
                 lengths=np.array(chunks, np.int32),
-                are_last=np.ones(len(chunks), np.int32),
+                next_tokens=np.full(len(chunks), TO_SAMPLE, np.int32),
                 tokens=np.zeros(sum(chunks), np.int32),
             ),
             decodes=Decodes(

@@ -24,7 +24,7 @@ from minisgl_backend.plan import (
     Snapshots,
     StepPlan,
 )
-from minisgl_backend.request import EMPTY, Adapter, IntArray, Mask
+from minisgl_backend.request import EMPTY, Adapter, IntArray, Mask, TokenId
 
 
 class Draft:
@@ -87,12 +87,12 @@ class Draft:
         self.budget -= len(tokens)
 
     def chunk(
-        self, row: int, start: int, tokens: IntArray, *, is_last: bool, snapshot: int
+        self, row: int, start: int, tokens: IntArray, *, next_token: TokenId, snapshot: int
     ) -> None:
-        """Add a chunk: compute ``tokens`` at the positions from ``start`` on, and sample a token
-        after them if they are the last known ones. The row begins with ``snapshot``, or goes on if
-        it is ``NO_SNAPSHOT``."""
-        self._chunks.append((row, start, len(tokens), int(is_last)))
+        """Add a chunk: compute ``tokens`` at the positions from ``start`` on; ``next_token`` comes
+        after them, or one is sampled if it is ``TO_SAMPLE``. The row begins with ``snapshot``, or
+        goes on if it is ``NO_SNAPSHOT``."""
+        self._chunks.append((row, start, len(tokens), next_token))
         self._begun_from.append(snapshot)
         self._tokens.append(tokens)
         self.budget -= len(tokens)
@@ -134,8 +134,8 @@ class Draft:
         """
         rows, starts, lengths = _columns(self._checks, 3)
         checks = Checks(rows, starts, lengths, _joined(self._checked_tokens))
-        rows, starts, lengths, are_last = _columns(self._chunks, 4)
-        chunks = PromptChunks(rows, starts, lengths, are_last, _joined(self._tokens))
+        rows, starts, lengths, next_tokens = _columns(self._chunks, 4)
+        chunks = PromptChunks(rows, starts, lengths, next_tokens, _joined(self._tokens))
         of, begins, counts = _columns(self._scores, 3)
         scores = Scores(of, begins, counts, _joined(self._score_tokens))
         sampling = np.concatenate([checks.rows, chunks.rows[chunks.sampled], self.decodes.rows])

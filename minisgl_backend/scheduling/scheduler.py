@@ -47,7 +47,14 @@ import numpy as np
 
 from minisgl_backend.cache.kv import KVCache
 from minisgl_backend.errors import InvariantError
-from minisgl_backend.plan import NO_SNAPSHOT, Admission, Decodes, SampledTokens, StepPlan
+from minisgl_backend.plan import (
+    NO_SNAPSHOT,
+    TO_SAMPLE,
+    Admission,
+    Decodes,
+    SampledTokens,
+    StepPlan,
+)
 from minisgl_backend.request import (
     EMPTY,
     IntArray,
@@ -350,7 +357,8 @@ class Scheduler:
         is_last = end == len(sequence.tokens)
         self._rows.plan_prefill(sequence.row, end)
         snapshot, sequence.begins_from = sequence.begins_from, NO_SNAPSHOT
-        draft.chunk(sequence.row, start, tokens, is_last=is_last, snapshot=snapshot)
+        next_token = TO_SAMPLE if is_last else int(sequence.tokens[end])
+        draft.chunk(sequence.row, start, tokens, next_token=next_token, snapshot=snapshot)
         if self._life.states is not None:
             for position, taken in self._life.states.save(sequence, start, end):
                 draft.save(position, taken)

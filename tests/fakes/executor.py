@@ -36,6 +36,7 @@ import numpy.typing as npt
 from minisgl_backend.plan import (
     NO_SNAPSHOT,
     NO_TOKEN,
+    TO_SAMPLE,
     WHOLE_EVERY,
     Admission,
     Copies,
@@ -266,8 +267,8 @@ class FakeExecutor:
             start += length
             sampled += self._check_guesses(row, position, tokens)
         start = 0
-        for chunk, (row, position, length, is_last) in enumerate(
-            _lines(chunks.rows, chunks.starts, chunks.lengths, chunks.are_last)
+        for chunk, (row, position, length, next_token) in enumerate(
+            _lines(chunks.rows, chunks.starts, chunks.lengths, chunks.next_tokens)
         ):
             if self.has_states:
                 self._begin_state(row, position, int(snapshots.begun_from[chunk]))
@@ -277,7 +278,7 @@ class FakeExecutor:
             tokens = chunks.tokens[start : start + length].tolist()
             start += length
             self._write(row, position, tokens, saves)
-            if is_last:
+            if next_token == TO_SAMPLE:
                 sampled.append(self._sample(row))
         decodes = plan.decodes
         before = {row: self._rows[row].state for row in decodes.rows.tolist()}

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minisgl_backend.plan import (
+    TO_SAMPLE,
     Admission,
     Checks,
     Decodes,
@@ -101,7 +102,7 @@ def test_a_sampled_row_is_a_last_chunk_or_decodes() -> None:
             rows=np.array([4, 2, 3], dtype=np.int32),
             starts=np.array([0, 8, 0], dtype=np.int32),
             lengths=np.array([2, 1, 3], dtype=np.int32),
-            are_last=np.array([1, 0, 1], dtype=np.int32),
+            next_tokens=np.array([TO_SAMPLE, 7, TO_SAMPLE], dtype=np.int32),
             tokens=np.arange(6, dtype=np.int32),
         ),
         decodes=Decodes(
@@ -126,7 +127,7 @@ def test_a_row_with_guesses_is_sampled_after_each_token() -> None:
             rows=np.array([2, 3], dtype=np.int32),
             starts=np.array([8, 0], dtype=np.int32),
             lengths=np.array([2, 4], dtype=np.int32),
-            are_last=np.array([0, 1], dtype=np.int32),
+            next_tokens=np.array([7, TO_SAMPLE], dtype=np.int32),
             tokens=np.arange(6, dtype=np.int32),
         ),
         decodes=Decodes(rows=np.array([7], np.int32), positions=np.array([9], np.int32)),

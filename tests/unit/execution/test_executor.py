@@ -27,6 +27,7 @@ from minisgl_backend.models.decoder import Decoder
 from minisgl_backend.parallel.group import OneRank
 from minisgl_backend.plan import (
     NO_TOKEN,
+    TO_SAMPLE,
     Admission,
     Checks,
     Copies,
@@ -164,8 +165,9 @@ def _grants(row: int, *pages: int) -> Grants:
 
 
 def _chunk(row: int, start: int, tokens: tuple[int, ...], *, is_last: bool = True) -> PromptChunks:
+    next_token = TO_SAMPLE if is_last else 7
     return PromptChunks(
-        _ints(row), _ints(start), _ints(len(tokens)), _ints(int(is_last)), _ints(*tokens)
+        _ints(row), _ints(start), _ints(len(tokens)), _ints(next_token), _ints(*tokens)
     )
 
 

@@ -9,7 +9,15 @@ import numpy as np
 import pytest
 
 from minisgl_backend.execution.flat_batch import FlatBatch
-from minisgl_backend.plan import LAST_TOKEN, Checks, Decodes, Groups, PromptChunks, StepPlan
+from minisgl_backend.plan import (
+    LAST_TOKEN,
+    TO_SAMPLE,
+    Checks,
+    Decodes,
+    Groups,
+    PromptChunks,
+    StepPlan,
+)
 from minisgl_backend.request import IntArray
 
 
@@ -39,7 +47,7 @@ def plan_of(
             rows=rows,
             starts=starts,
             lengths=lengths,
-            are_last=are_last,
+            next_tokens=np.where(are_last, TO_SAMPLE, 7).astype(np.int32),
             tokens=ints(*range(lengths.sum())),
         ),
         decodes=Decodes(rows=decode_rows, positions=positions),

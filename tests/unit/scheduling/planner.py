@@ -10,7 +10,7 @@ import numpy as np
 from minisgl_backend.cache.radix_cache import RadixCache
 from minisgl_backend.cache.snapshots import SnapshotCache
 from minisgl_backend.errors import EngineFailure
-from minisgl_backend.plan import SampledTokens, StepPlan
+from minisgl_backend.plan import TO_SAMPLE, SampledTokens, StepPlan
 from minisgl_backend.request import (
     Failed,
     Request,
@@ -102,7 +102,7 @@ def chunks(plan: StepPlan) -> list[tuple[int, int, int, bool]]:
         plan.chunks.rows.tolist(),
         plan.chunks.starts.tolist(),
         plan.chunks.lengths.tolist(),
-        (plan.chunks.are_last > 0).tolist(),
+        (plan.chunks.next_tokens == TO_SAMPLE).tolist(),
     )
     return list(zip(*columns, strict=True))
 

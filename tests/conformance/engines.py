@@ -56,11 +56,14 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     fused: bool = False,
     keep_quantized: bool = False,
+    mtp: bool = False,
     group: Group | None = None,
 ) -> Decoder:
-    """The checkpoint on the CPU; if ``fused``, computed by the twins of a GPU's kernels."""
+    """The checkpoint on the CPU, perhaps with its MTP layer; if ``fused``, computed by the twins of
+    a GPU's kernels."""
+    spec = load_spec(folder)
     return build_model(
-        load_spec(folder),
+        spec.with_mtp() if mtp else spec,
         folder,
         dtype=dtype,
         device=torch.device("cpu"),
@@ -109,11 +112,14 @@ class TinyEngine(AbstractContextManager["TinyEngine"]):
         takes_masks: bool = False,
         reserve_tokens: int = 256,
         speculative_tokens: int = 0,
+        mtp_tokens: int = 0,
         adapter_slots: AdapterSlots | None = None,
         adapter_store: AdapterStore | None = None,
     ):
         """By default there are fewer ``num_snapshots``, for recurrent layers, than prompts, so that
         some are evicted."""
+        most_guessed = max(speculative_tokens, mtp_tokens)
+        num_checks = MAX_ROWS if most_guessed else 0
         device = device or CpuDevice()
         num_ranks, dtype = model.group.size, model.dtype
         shape = model.spec.attention_shape(num_ranks).for_context(context)
@@ -154,8 +160,8 @@ class TinyEngine(AbstractContextManager["TinyEngine"]):
                 dtype=dtype,
                 state_dtype=state_dtype,
                 device=cpu,
-                num_checks=MAX_ROWS if speculative_tokens else 0,
-                most_tokens=1 + speculative_tokens,
+                num_checks=num_checks,
+                most_tokens=1 + most_guessed,
             )
             for of_layer in states.layers:  # a state that no token made must not be read
                 of_layer.conv.fill_(torch.nan)
@@ -185,8 +191,9 @@ class TinyEngine(AbstractContextManager["TinyEngine"]):
                 chunk_graph_sizes=chunk_graph_sizes,
                 scored_at_once=scored_at_once,
                 takes_masks=takes_masks,
-                most_guesses=speculative_tokens * MAX_ROWS,
-                most_checks=MAX_ROWS if speculative_tokens else 0,
+                most_guesses=most_guessed * MAX_ROWS,
+                most_checks=num_checks,
+                mtp_tokens=mtp_tokens,
             ),
             adapter_slots=adapter_slots,
             adapter_store=adapter_store,
@@ -199,6 +206,7 @@ class TinyEngine(AbstractContextManager["TinyEngine"]):
             has_states=states is not None,
             section=shape.section,
             speculative_tokens=speculative_tokens,
+            mtp_tokens=mtp_tokens,
             speculative_max_requests=MAX_ROWS,
         )
         cache: KVCache = NaiveCache(num_pages, page_size, windows=windows)

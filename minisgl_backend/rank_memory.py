@@ -198,5 +198,5 @@ def _kv_scales(facts: Resolved) -> tuple[KVScale, ...] | None:
     """The scales that the checkpoint has for float8 pages; None if pages hold another type."""
     if facts.kv_dtype != torch.float8_e4m3fn or facts.options.load_format == "dummy":
         return None
-    scales = read_kv_scales(facts.folder, facts.spec.num_layers, facts.spec.names)
+    scales = read_kv_scales(facts.folder, len(facts.spec.all_layers), facts.spec.names)
     return tuple(scales[layer] for layer in facts.spec.attention_layers)

@@ -200,9 +200,10 @@ def _copy(to: Tensor, values: Tensor) -> None:
 
 def _alike(model: Decoder) -> list[Sequence[MergedColumnLinear | RowLinear]]:
     """The linear layers of attention, plain feed-forward blocks and shared experts, over all
-    decoder layers, with those of the same kind together. Other layers take no adapters."""
+    decoder layers but an MTP layer, with those of the same kind together. Other layers take no
+    adapters."""
     found: dict[tuple[object, ...], list[MergedColumnLinear | RowLinear]] = {}
-    for layer in model.layers:
+    for layer in model.main_layers:
         for part in layer.modules():
             if not isinstance(part, (SelfAttention, GatedMLP, UngatedMLP)):
                 continue

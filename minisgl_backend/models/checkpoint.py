@@ -11,7 +11,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -253,6 +253,9 @@ def check_weights(spec: ModelSpec, files: WeightFiles) -> None:
     """
     found = {name: header for held in files.values() for name, header in held.items()}
     layers = {int(match[1]) for name in found if (match := LAYER.match(name))}
+    if spec.has_mtp_layer and layers:
+        _check_mtp_layer(spec, found)
+        layers.discard(spec.num_layers)
     if layers and max(layers) + 1 != spec.num_layers:
         raise ConfigError(
             f"config.json: num_hidden_layers is {spec.num_layers}, "
@@ -301,6 +304,18 @@ def check_weights(spec: ModelSpec, files: WeightFiles) -> None:
                     f"config.json: {field} is {value}, "
                     f"but {header.stored.name} has the shape {header.shape}"
                 )
+
+
+def _check_mtp_layer(spec: ModelSpec, found: Collection[str]) -> None:
+    """Raise ``ConfigError`` if no weights of the MTP layer are there: tools that convert or train
+    models often drop them, and leave config.json as it was."""
+    layer = f"model.layers.{spec.num_layers}."
+    if not any(name.startswith(layer) for name in found):
+        needed = spec.names.in_checkpoint(f"{layer}eh_proj.weight", prefix=None)
+        raise ConfigError(
+            "option speculative_mtp_tokens needs the weights of the MTP layer, which the "
+            f"checkpoint lacks, such as {needed}"
+        )
 
 
 def _expected_of_states(

@@ -46,6 +46,7 @@ from minisgl_backend.models.decoder_layers import (
 )
 from minisgl_backend.models.gemma4_layer import Gemma4Layer, LayerInputsMaker
 from minisgl_backend.models.latent_attention import LatentAttention
+from minisgl_backend.models.mtp import MTPLayer
 from minisgl_backend.models.recurrent_mixer import RecurrentMixer
 from minisgl_backend.models.rope import query_scales, rotary_table
 from minisgl_backend.models.spec import ModelSpec
@@ -75,7 +76,7 @@ class _Body(nn.Module):
             "model.embed_tokens", spec.vocab_size, spec.hidden_size, group=group, matrices=matrices
         )
         self.layers = nn.ModuleList(
-            _layer(spec, layer, group, matrices, experts) for layer in range(spec.num_layers)
+            _layer(spec, layer, group, matrices, experts) for layer in spec.all_layers
         )
         self.layer_inputs: LayerInputsMaker | None = None
         if spec.layer_inputs is not None:
@@ -136,7 +137,18 @@ class Decoder(nn.Module):
 
     @property
     def layers(self) -> list[Layer]:
+        """All layers; the last one may be an MTP layer."""
         return cast("list[Layer]", list(self.model.layers))
+
+    @property
+    def main_layers(self) -> list[Layer]:
+        """The layers of ``forward``: all but an MTP layer."""
+        return self.layers[: self.spec.num_layers]
+
+    @property
+    def mtp(self) -> MTPLayer | None:
+        """The MTP layer, if it is loaded."""
+        return cast(MTPLayer, self.layers[-1]) if self.spec.has_mtp_layer else None
 
     @property
     def head(self) -> OutputHead:
@@ -158,9 +170,7 @@ class Decoder(nn.Module):
     def set_positions(self, num_positions: int, device: torch.device) -> None:
         """Compute the tables of positions for sequences of up to ``num_positions`` tokens."""
         spec = self.spec
-        ropes = [
-            (spec.rope_of(layer), spec.rotary_head_dim(layer)) for layer in range(spec.num_layers)
-        ]
+        ropes = [(spec.rope_of(layer), spec.rotary_head_dim(layer)) for layer in spec.all_layers]
         kinds = list(dict.fromkeys(ropes))
         self._rotary_tables = [
             rotary_table(rope, head_dim, num_positions, device) for rope, head_dim in kinds
@@ -191,7 +201,7 @@ class Decoder(nn.Module):
     def use_tensor_cores(self, kernels: TensorCores) -> None:
         """Compute steps that fit by ``kernels``. All layers must be ``DecoderLayer``s whose weights
         fit, each with a ``GatedMLP`` or an ``ExpertsMLP`` that ``has_half_norms``; pages must be
-        bound."""
+        bound. The projection of an MTP layer's inputs is none of these weights."""
         for layer in self.layers:
             assert isinstance(layer.mixer, (SelfAttention, RecurrentMixer))
             assert isinstance(layer.mlp, (GatedMLP, ExpertsMLP))
@@ -238,7 +248,7 @@ class Decoder(nn.Module):
         layer_inputs: Tensor | None = None
         if self.model.layer_inputs is not None:
             layer_inputs = self.model.layer_inputs(tokens, residual)
-        layers, pdl = self.layers, self._starts_early(len(tokens))
+        layers, pdl = self.main_layers, self._starts_early(len(tokens))
         query_scale: Tensor | None = None
         if self._query_scales is not None:
             query_scale = self._query_scales[positions, None, None].to(residual.dtype)
@@ -264,6 +274,30 @@ class Decoder(nn.Module):
             with nullcontext() if self.mark is None else self.mark(f"layer {index}"):
                 residual, x = layer(residual, x, norm, steps[self._places_of[index]])
         return residual
+
+    def forward_mtp(
+        self, tokens: Tensor, hidden: Tensor, positions: Tensor, slots: Tensor, attend: Attend
+    ) -> Tensor:
+        """The hidden states of the MTP layer, normalized, [num_tokens, hidden_size].
+
+        ``hidden`` [num_tokens, hidden_size] are normalized states of the ``positions``: the
+        model's (``normed``) or, of a position that follows a guess, this layer's. ``tokens`` are
+        those after the positions; the result predicts the ones after these. Keys and values of
+        the layer go to ``slots``. The shapes are those of ``forward``.
+        """
+        mtp = self.mtp
+        assert mtp is not None
+        table, _, _ = self._places[self._places_of[self.spec.num_layers]]
+        places = TokenPlaces(
+            positions, slots, self._rotary_tables[table], self.spec.rope.interleaved
+        )
+        embedded = self.model.embed_tokens(tokens)
+        with nullcontext() if self.mark is None else self.mark("MTP layer"):
+            return mtp.states(embedded, hidden, StepContext(places, attend, pdl=False))
+
+    def mtp_logits(self, hidden: Tensor) -> Tensor:
+        """The logits of normalized states, [num_rows, hidden_size] -> [num_rows, vocab_size]."""
+        return self.head.gathered(self.head.part(Normed(hidden)))
 
     def _embedded(self, tokens: Tensor) -> tuple[Tensor, Normed]:
         """The residual stream before the layers, [num_tokens, hidden_size], and its first norm, if
@@ -331,6 +365,8 @@ def _layer(
     matrices: Matrices,
     experts: MakeExperts,
 ) -> Layer:
+    if layer == spec.num_layers:
+        return MTPLayer(spec, layer, group, matrices, experts)
     if spec.scaled_layers:
         return Gemma4Layer(spec, layer, group, matrices, experts)
     if spec.single_parts:

@@ -26,6 +26,7 @@ from minisgl_backend.layers.quantized_matrix import QuantizedMatrix
 from minisgl_backend.layers.router import Router
 from minisgl_backend.models.decoder import Decoder
 from minisgl_backend.models.gated_delta_net import GatedDeltaNet
+from minisgl_backend.models.mtp import MTPLayer
 from minisgl_backend.models.spec import ModelSpec
 from minisgl_backend.packages import CUDA_BINDINGS, import_error
 from minisgl_backend.weight_format import WeightFormat
@@ -62,7 +63,7 @@ def use_tensor_cores(model: Decoder, device: torch.device) -> None:
             module.use_kernels(experts)
     _use_step_kernel(model, device)
     make = importlib.import_module("minisgl_backend.kernels.cuda.linear").TensorCores
-    in_layers = list(_linears(model.model.layers))
+    in_layers = [linear for layer in model.layers for linear in _within(layer)]
     are_whole = (
         has_fused_layers(model.spec)
         and all(
@@ -72,20 +73,24 @@ def use_tensor_cores(model: Decoder, device: torch.device) -> None:
         and all(_fits(linear, gate) for linear, gate in in_layers)
     )
     if are_whole:
-        linears_of = [[linear for linear, _ in _linears(layer)] for layer in model.layers]
+        linears_of = [[linear for linear, _ in _within(layer)] for layer in model.layers]
         most_tokens = min(_largest_batch(linears, linears) for linears in linears_of)
         if most_tokens:
             model.use_tensor_cores(make(device, most_tokens))
+        if model.mtp is not None:
+            _use_separately(model.mtp.eh_proj, functools.partial(make, device))
         return
     kernels_for = functools.cache(functools.partial(make, device))
-    batches = [_use_separately(layer, kernels_for) for layer in model.layers]
+    batches = [_use_separately(layer, kernels_for) for layer in model.main_layers]
+    if model.mtp is not None:
+        _use_separately(model.mtp, kernels_for)
     if model.group.size == 1:
         model.start_early(min(batches))
 
 
 def _use_separately(layer: nn.Module, kernels_for: Callable[[int], TensorCores]) -> int:
-    """Give the kernels, made for a largest batch, to each weight of ``layer`` that gains. Returns
-    the largest batch that all weights of the layer leave to them."""
+    """Give the kernels, made for a largest batch, to each weight of ``layer``, or of a part of one,
+    that gains. Returns the largest batch that all these weights leave to them."""
     linears = list(_linears(layer))
     # before batches are chosen: these depend on how a weight is arranged
     fitting = [_fits(linear, gate) for linear, gate in linears]
@@ -149,6 +154,12 @@ def _linears(module: nn.Module) -> Iterator[tuple[_Linear, Gate | None]]:
             yield child, child.gate
         elif isinstance(child, RowLinear):
             yield child, None
+
+
+def _within(layer: nn.Module) -> Iterator[tuple[_Linear, Gate | None]]:
+    """The same without an MTP layer's projection of its inputs, which stands before the layer."""
+    before = layer.eh_proj if isinstance(layer, MTPLayer) else None
+    yield from ((linear, gate) for linear, gate in _linears(layer) if linear is not before)
 
 
 def _fits(linear: _Linear, gate: Gate | None) -> bool:

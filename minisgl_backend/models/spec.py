@@ -378,6 +378,16 @@ class LayerInputs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MTPSpec:
+    """The MTP layer of a checkpoint: one more layer, behind the last, that was trained to predict
+    the token after the next. How the checkpoint names its tensors: ``renamed`` come before those of
+    the model's ``TensorNames``, and ``left_out`` take the place of those."""
+
+    renamed: tuple[tuple[str, str], ...] = ()
+    left_out: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """A decoder-only language model.
 
@@ -424,6 +434,10 @@ class ModelSpec:
 
     With ``latent`` all attention is multi-head latent attention. Pages hold the latents: they are
     the only KV head, whose ``head_dim`` is that of latent and rotated key together.
+
+    ``mtp`` describes the MTP layer of the checkpoint, if it has one that is supported; ``no_mtp``
+    says why it has none. It is not part of the model unless ``has_mtp_layer`` (``with_mtp``); then
+    its index is ``num_layers``, and it has an entry in whatever has one per layer.
     """
 
     architecture: str
@@ -479,6 +493,9 @@ class ModelSpec:
     names: TensorNames = field(default_factory=TensorNames)
     weights: WeightFormats | None = None
     moe: MoeSpec | None = None
+    mtp: MTPSpec | None = None
+    no_mtp: str = "has no MTP layer that is supported"
+    has_mtp_layer: bool = False
     eos_token_ids: frozenset[int] = field(default_factory=frozenset)
 
     def __post_init__(self) -> None:
@@ -492,7 +509,7 @@ class ModelSpec:
             raise ConfigError("norms with biases are supported only if they subtract the mean")
         layers = [
             (self.rope_of(layer), self.heads_of(layer), self.rotary_head_dim(layer))
-            for layer in range(self.num_layers)
+            for layer in self.all_layers
         ]
         for rope, heads, rotary_head_dim in dict.fromkeys(layers):
             if heads.num_heads % heads.num_kv_heads:
@@ -510,6 +527,33 @@ class ModelSpec:
                 f"max_position_embeddings {self.rope.max_positions} with a rotary factor of "
                 f"{self.rope.factor:g} makes {self.context:,} positions, more than {MOST_POSITIONS}"
             )
+
+    def with_mtp(self) -> ModelSpec:
+        """The same model with its MTP layer; raises ``ConfigError`` if there is none.
+
+        The layer is one with attention over all positions and, if others have experts, with
+        experts.
+        """
+        if self.mtp is None:
+            raise ConfigError(f"{self.architecture} {self.no_mtp} (speculative_mtp_tokens)")
+        assert not (self.has_mtp_layer or self.single_parts or self.parallel_mixers)
+        assert not (self.ropes or self.heads or self.intermediate_sizes or self.kv_sources)
+        assert self.norms == "before" and not (self.parallel_parts or self.centered_norms)
+        assert self.embedding_scale == self.branch_scale == self.logit_scale == 1.0
+        assert not self.logit_cap
+        assert self.layer_inputs is None and self.query_growth is None and not self.sections
+        moe = self.moe
+        if moe is not None:
+            moe = replace(moe, layers=moe.layers | {self.num_layers})
+        renamed = (*self.mtp.renamed, *self.names.renamed)
+        names = replace(self.names, renamed=renamed, left_out=self.mtp.left_out)
+        windows = (*self.windows, None)
+        return replace(self, has_mtp_layer=True, windows=windows, moe=moe, names=names)
+
+    @property
+    def all_layers(self) -> range:
+        """The indices of all layers, the MTP layer's included."""
+        return range(self.num_layers + self.has_mtp_layer)
 
     @property
     def context(self) -> int:
@@ -539,7 +583,7 @@ class ModelSpec:
         """The layers whose keys and values are kept in pages."""
         return tuple(
             layer
-            for layer in range(self.num_layers)
+            for layer in self.all_layers
             if self.attends(layer) and self.kv_source(layer) == layer
         )
 
@@ -604,8 +648,8 @@ class ModelSpec:
     @property
     def num_active_parameters(self) -> int:
         """How many weights of the layers a token is multiplied by."""
-        mixers = 0
-        for layer in range(self.num_layers):
+        mixers = 2 * self.hidden_size**2 if self.has_mtp_layer else 0  # its projection of inputs
+        for layer in self.all_layers:
             if not self.attends(layer):
                 continue
             if self.latent is not None:
@@ -626,7 +670,7 @@ class ModelSpec:
             experts = len(self.moe.layers) * of_layer
         widths = (
             self.intermediate_size_of(layer)
-            for layer in range(self.num_layers)
+            for layer in self.all_layers
             if self.has_part(layer, "feed-forward") and layer not in with_experts
         )
         mlp = (2 if self.gate is None else 3) * sum(widths) * self.hidden_size

@@ -215,7 +215,7 @@ class TensorNames:
             if theirs.startswith("."):
                 is_there = ours in own
             elif ours.startswith("model."):
-                is_there = own.startswith(ours) and theirs.startswith(("model.", prefix))
+                is_there = own.startswith(ours) and theirs.startswith(("model.", "mtp.", prefix))
             else:  # what stands before the head depends on what stands before the layers
                 is_there = own.startswith(ours) and theirs.startswith(outer)
             if is_there:

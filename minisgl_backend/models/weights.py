@@ -168,7 +168,8 @@ def _as_spelled(
     """Names of missing tensors for an error message, spelled as this checkpoint spells others.
 
     Each tensor is given by the decoder's names for it, any of which would do. The spelling is that
-    of the same tensor in another layer; if there is none, the prefix is that of other tensors.
+    of the same tensor in another layer, unless the layer itself has another name. If there is none,
+    the prefix is that of other tensors.
     """
     layers = {match[1] for name in headers if (match := LAYER.match(name))}
     prefix = next(
@@ -184,7 +185,7 @@ def _as_spelled(
 
     def of_other_layer(name: str) -> str | None:
         match = LAYER.match(name)
-        if match is None:
+        if match is None or any(ours == match[0] for _, ours in names.renamed):
             return None
         for layer in layers:
             twin = headers.get(f"model.layers.{layer}.{name[match.end() :]}")

@@ -42,7 +42,7 @@ def fp8_pages(model: Path, prompts: int, length: int, json_path: Path | None) ->
         group=OneRank(),
         max_sequence_length=length,
     )
-    scales = read_kv_scales(model, spec.num_layers, spec.names)
+    scales = read_kv_scales(model, len(spec.all_layers), spec.names)
     ids = random_prompts(spec, prompts, length)
     expected, found = (
         logits_over(decoder, ids.to(device), kv_dtype=dtype, scales=scales)

@@ -19,6 +19,7 @@ from minisgl_backend.models.families.fields import (
     text_part,
 )
 from minisgl_backend.models.families.latents import latent_fields
+from minisgl_backend.models.families.mtp_layers import mtp_behind
 from minisgl_backend.models.spec import MOST_EXPERTS, MOST_WIDTH, ModelSpec, MoeSpec
 from minisgl_backend.models.tensor_names import TensorNames
 
@@ -62,6 +63,7 @@ def read_deepseek_v3(config: ConfigReader) -> ModelSpec:
         architecture="DeepseekV3ForCausalLM",
         moe=moe if moe.layers else None,
         names=TensorNames(left_out=drafting_layers(config, num_layers)),
+        **mtp_behind(config, num_layers),
         **fields,
     )
 
@@ -105,6 +107,7 @@ def read_glm4_moe_lite(config: ConfigReader) -> ModelSpec:
         architecture="Glm4MoeLiteForCausalLM",
         moe=moe if layers else None,
         names=TensorNames(left_out=drafting_layers(config, num_layers)),
+        **mtp_behind(config, num_layers),
         **fields,
     )
 

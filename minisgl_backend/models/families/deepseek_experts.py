@@ -20,6 +20,7 @@ from minisgl_backend.models.families.fields import (
     windows_by_kind,
 )
 from minisgl_backend.models.families.mistral import OF_MIXTRAL
+from minisgl_backend.models.families.mtp_layers import mtp_behind
 from minisgl_backend.models.spec import (
     MOST_EXPERTS,
     MOST_HEADS,
@@ -47,6 +48,7 @@ def read_glm4_moe(config: ConfigReader) -> ModelSpec:
         qk_norm="head" if config.flag("use_qk_norm") else None,
         moe=deepseek_experts(config, num_layers, first=1),
         names=TensorNames(left_out=drafting_layers(config, num_layers)),
+        **mtp_behind(config, num_layers),
         **fields,
     )
 
@@ -189,6 +191,7 @@ def read_hy_v3(config: ConfigReader) -> ModelSpec:
         architecture="HYV3ForCausalLM",
         moe=MoeSpec(experts=experts, layers=layers) if layers else None,
         names=names,
+        **mtp_behind(config, num_layers, norm="final_layernorm"),
         **fields,
     )
 

@@ -17,6 +17,7 @@ from minisgl_backend.models.families.fields import (
     text_config,
     text_part,
 )
+from minisgl_backend.models.families.mtp_layers import mtp_beside
 from minisgl_backend.models.spec import MOST_HEADS, MOST_WIDTH, DeltaSpec, ModelSpec, MoeSpec
 from minisgl_backend.models.tensor_names import MULTIMODAL, TensorNames
 
@@ -109,6 +110,7 @@ def _hybrid_fields(config: ConfigReader) -> tuple[dict[str, Any], DeltaSpec]:
             delta.num_heads,
         )
     more = {
+        **mtp_beside(config, num_layers),
         "qk_norm": "head",
         **attention_biases(config),
         "gated_attention": True,

@@ -1,0 +1,54 @@
+"""Where checkpoints have an MTP layer, and whether it is one that the decoder knows.
+
+There are two layouts: Qwen's, beside the other layers, and DeepSeek's, as one more of them. Must
+not know any particular architecture.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from minisgl_backend.models.config_json import ConfigReader
+from minisgl_backend.models.spec import MTPSpec
+
+
+def mtp_beside(config: ConfigReader, num_layers: int) -> dict[str, Any]:
+    """Fields of a ``ModelSpec``: the MTP layer as Qwen's checkpoints have it, ``mtp.``. Some that
+    have it do not say so in config.json; then it is offered."""
+    reason = _why_not(config, "mtp_num_hidden_layers")
+    if not reason and config.flag("mtp_use_dedicated_embeddings"):
+        reason = "has an MTP layer with embeddings of its own, which are not supported"
+    if reason:
+        return {"no_mtp": reason}
+    layer = f"model.layers.{num_layers}."
+    names = {
+        "mtp.fc.": "eh_proj.",
+        "mtp.pre_fc_norm_embedding.": "enorm.",
+        "mtp.pre_fc_norm_hidden.": "hnorm.",
+        "mtp.norm.": "shared_head.norm.",
+        "mtp.layers.0.": "",
+    }
+    return {"mtp": MTPSpec(renamed=tuple((old, layer + new) for old, new in names.items()))}
+
+
+def mtp_behind(
+    config: ConfigReader, num_layers: int, *, norm: str = "shared_head.norm"
+) -> dict[str, Any]:
+    """The same for the layout of DeepSeek's checkpoints: ``num_nextn_predict_layers`` layers behind
+    the last one, perhaps with copies of the embedding and of the output head. ``norm`` is the name
+    of the final norm."""
+    if reason := _why_not(config, "num_nextn_predict_layers"):
+        return {"no_mtp": reason}
+    layer = f"model.layers.{num_layers}."
+    copies = f"{layer}embed_tokens.", f"{layer}shared_head.head."
+    usual = f"{layer}shared_head.norm."
+    renamed = () if norm == "shared_head.norm" else ((f"{layer}{norm}.", usual),)
+    return {"mtp": MTPSpec(renamed=renamed, left_out=copies)}
+
+
+def _why_not(config: ConfigReader, key: str) -> str:
+    """Why there is not exactly one MTP layer, by the number that ``key`` gives."""
+    number = config.integer(key, 1, minimum=0)
+    if number == 1:
+        return ""
+    return f"has {number or 'no'} MTP layers ({key}), and one alone is supported"

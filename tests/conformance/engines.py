@@ -83,8 +83,18 @@ class Outcome:
     prompt_logprobs: list[list[PromptLogprobs]]
     embeddings: dict[int, FloatArray] = field(default_factory=dict)
     failed: set[int] = field(default_factory=set)
+    mtp_guesses: list[MTPGuess] = field(default_factory=list)
     num_cached_tokens: int = 0
     num_steps: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class MTPGuess:
+    """What the MTP layer has guessed after the first ``num_tokens`` of a request's answer."""
+
+    index: int
+    num_tokens: int
+    tokens: list[int]
 
 
 class TinyEngine(AbstractContextManager["TinyEngine"]):
@@ -216,6 +226,7 @@ class TinyEngine(AbstractContextManager["TinyEngine"]):
             cache = RadixCache(num_pages, page_size, windows=windows)
         self._scheduler = Scheduler(cache, config)
         self._overlap = overlap
+        self._indices: dict[int, int] = {}  # of the rows' requests
 
     def __exit__(
         self,
@@ -267,7 +278,9 @@ class TinyEngine(AbstractContextManager["TinyEngine"]):
         return outcome
 
     def _commit(self, plan: StepPlan, pending: Pending, outcome: Outcome) -> None:
-        result = self._scheduler.commit(plan, pending.tokens())
+        self._indices |= {admission.row: admission.request_id for admission in plan.admissions}
+        tokens = pending.tokens()
+        result = self._scheduler.commit(plan, tokens)
         for request_id, scored in result.scored:
             outcome.prompt_logprobs[request_id].append(scored)
         for request_id, vector in result.embedded:
@@ -277,6 +290,11 @@ class TinyEngine(AbstractContextManager["TinyEngine"]):
             outcome.tokens[request_id].append(int(result.token_ids[index]))
             if index in result.logprobs:
                 outcome.logprobs[request_id].append(result.logprobs[index])
+        for row, guesses in zip(plan.mtp_rows.tolist(), tokens.mtp_guesses.tolist(), strict=True):
+            index = self._indices[row]
+            if index not in result.ended:
+                known = len(outcome.tokens[index])
+                outcome.mtp_guesses.append(MTPGuess(index, known, guesses))
         outcome.failed |= {id for id, event in result.ended.items() if isinstance(event, Failed)}
 
 

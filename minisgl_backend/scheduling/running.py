@@ -134,8 +134,7 @@ class RunningRows:
 
     def short(self, rows: IntArray) -> set[int]:
         """Those of ``rows`` that cannot decode without one more page."""
-        is_short = self.planned[rows] >= self.capacity[rows]
-        return set(rows[is_short & ~self.retiring[rows]].tolist())
+        return set(rows[self.planned[rows] >= self.capacity[rows]].tolist())
 
     def plan_decode(self, rows: IntArray) -> IntArray:
         """Plan one more position for each of ``rows``, and return the positions, int32[num_rows].

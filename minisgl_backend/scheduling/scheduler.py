@@ -133,8 +133,7 @@ class Scheduler:
             assert config.section is None and cache.windows is None
         recent: RecentAnswers | None = None
         if config.speculative_tokens or config.mtp_tokens:
-            looks_up = config.speculative_tokens > 0
-            recent = RecentAnswers(config.speculative_recent_tokens if looks_up else 0)
+            recent = RecentAnswers(config.speculative_recent_tokens)
         self._life = Lifecycle(
             cache,
             config.max_running_requests,

@@ -183,6 +183,31 @@ def test_pages_are_for_rows_that_cannot_decode_without_first() -> None:
         assert scheduler.stats().num_retractions == 0
 
 
+@pytest.mark.parametrize(("num_pages", "expected"), [(5, []), (6, [0, 1])])
+def test_rows_need_pages_if_all_their_guesses_are_right(
+    num_pages: int, expected: list[int]
+) -> None:
+    """Both rows have a page for four more tokens, which are all checked."""
+    scheduler = started(request(0, 4, 20), request(1, 4, 20), num_pages=num_pages)
+    plan = planned(scheduler)
+    assert guessed(plan) == {0: (4, [20, *MORE]), 1: (4, [20, *MORE])}
+    assert named(plan) == expected
+
+
+def test_nothing_is_guessed_for_a_row_that_is_retracted() -> None:
+    """Although the pass for a single guess needs no page."""
+    scheduler = make(mtp_tokens=1, num_pages=4)
+    for each in (request(0, 4), request(1, 9)):
+        scheduler.add(each)
+    plan = planned(scheduler)
+    assert named(plan) == [0, 1]
+    commit(scheduler, plan, 20, [(21,), (21,)])
+    plan = planned(scheduler)
+    assert guessed(plan) == {1: (9, [20, 21])}
+    assert scheduler.stats().num_retractions == 1
+    assert named(plan) == []
+
+
 def test_a_row_may_be_retracted_in_the_step_that_checks_its_guesses() -> None:
     """The first request needs a page, and there is none. Nothing is guessed for the second then."""
     scheduler = started(request(0, 4), request(1, 9), num_pages=4)
@@ -257,12 +282,28 @@ def test_guesses_that_come_after_the_row_was_planned_further_are_not_used() -> N
     assert plan is not None and guessed(plan) == {0: (6, [20, 51, 52, 53])}
 
 
+def test_guesses_that_come_after_a_step_without_any_was_planned_are_not_used() -> None:
+    """In the second step there are too many requests, of which one ends at once."""
+    scheduler = make(mtp_tokens=3, speculative_max_requests=1)
+    scheduler.add(with_grammar(0))
+    first = planned(scheduler)
+    scheduler.add(request(1, 4, 1))
+    second = planned(scheduler)
+    assert named(first) == [0] and named(second) == [] and (0, 4) in decoded(second)
+    commit(scheduler, first, 20, again(first))
+    commit(scheduler, second, 20)
+    plan = scheduler.plan(Told())
+    assert plan is not None and not guessed(plan) and decoded(plan) == [(0, 5)]
+
+
 def test_a_row_begins_without_the_guesses_of_the_last_sequence_in_it() -> None:
-    scheduler = started(request(0, 4, 20))
+    """Nothing is guessed for the second request, as the third one begins with it."""
+    scheduler = started(request(0, 4, 20), speculative_max_requests=1)
     assert scheduler.abort(RequestId(0))
-    scheduler.add(request(1, 4, 2))
+    scheduler.add(request(1, 4, 20))
+    scheduler.add(request(2, 4, 1))
     plan = planned(scheduler)
-    assert plan.chunks.rows.tolist() == [0] and not named(plan)
+    assert plan.chunks.rows.tolist() == [0, 1] and named(plan) == []
     commit(scheduler, plan, 20)
     plan = planned(scheduler)
     assert not guessed(plan) and decoded(plan) == [(0, 4)]

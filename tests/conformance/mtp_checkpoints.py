@@ -34,7 +34,9 @@ class MTPReference(nn.Module):
         self.models = (model,)  # not its parameters
         layers = model.get_decoder().layers
         kinds = getattr(model.config.get_text_config(), "layer_types", None)
-        source = kinds.index("full_attention") if kinds and "qwen" in model.config.model_type else -1
+        source = (
+            kinds.index("full_attention") if kinds and "qwen" in model.config.model_type else -1
+        )
         self.layer = copy.deepcopy(layers[source])
         norm = self.layer.input_layernorm
         self.enorm, self.hnorm, self.norm = (copy.deepcopy(norm) for _ in range(3))
@@ -58,9 +60,7 @@ class MTPReference(nn.Module):
         positions = torch.arange(len(after))[None]
         mask = torch.full((len(after), len(after)), float("-inf")).triu(1)[None, None]
         rotation = self.model.get_decoder().rotary_emb(x, positions)
-        x = self.layer(
-            x, attention_mask=mask, position_ids=positions, position_embeddings=rotation
-        )
+        x = self.layer(x, attention_mask=mask, position_ids=positions, position_embeddings=rotation)
         states: Tensor = self.norm(x[0])
         return states
 

@@ -44,7 +44,6 @@ def test_tokens_are_those_without_guesses(
         assert 0 < num_right < num_guesses
         assert (engine.num_retractions > 0) == ("num_positions" in options)
     assert found.tokens == plain.tokens
-    assert found.num_steps < plain.num_steps
 
 
 @pytest.mark.parametrize("case", ["qwen3.5", "qwen3.5-experts", "glm4-moe", "deepseek-v3"])

@@ -3,19 +3,19 @@ grammars leave no choice about, and the model's MTP layer.
 
 Text repeats itself: code that is edited, documents that are quoted, calls with the same fields. If
 the last tokens of a sequence have occurred before (``scheduling.lookup``), those that followed then
-may follow again. The MTP layer (multi-token prediction), if it is loaded, guesses at what follows
-the tokens of a step in that step. The tokens that a grammar forces are certain; those after many
-last tokens that have occurred before nearly are; the layer's guesses are better than other ones.
+may follow again. And a model may have a layer for multi-token prediction (MTP): in each step it
+guesses at what follows the tokens of that step. Tokens that a grammar forces are certain, so they
+come first. What is looked up is nearly as good where many of the last tokens have occurred before;
+otherwise the layer's guesses are better.
 
-So a step computes the row's last token and the guesses together, and samples a
-token after each. As long as samples equal the guesses, the next sample is what a later step would
-have sampled, since it depends only on the tokens before it, its position and the seed. So a row
-gets at least one token a step, and the same ones as without guesses, but for the rounding of larger
-steps.
+So a step computes the row's last token and the guesses together, and samples a token after each. As
+long as samples equal the guesses, the next sample is what a later step would have sampled, since it
+depends only on the tokens before it, its position and the seed. So a row gets at least one token a
+step, and the same ones as without guesses, but for the rounding of larger steps.
 
-A form of speculative decoding (Leviathan et al., arXiv 2211.17192). Knows the tokens of rows,
-what their grammars leave open (``Lookahead``), and what the layer has guessed. Must not know pages
-or plans.
+A form of speculative decoding (Leviathan et al., arXiv 2211.17192). Knows the tokens of rows, what
+their grammars leave open (``Lookahead``), and what the layer has guessed. Must not know pages or
+plans.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from minisgl_backend.scheduling.lookup import LEAST, RecentAnswers, guesses_at
 from minisgl_backend.scheduling.running import RunningRows
 
 _NOWHERE: Final = -1
+"""In place of a position: there are no guesses."""
 _PAUSE: Final = 4
 """Number of tokens that a row gets without guesses, or with forced ones alone, after guesses of
 which none was right."""
@@ -70,9 +71,9 @@ class Guesser:
         num_rows = len(rows.sequences)
         self._may_have = np.zeros(num_rows, dtype=np.int32)  # number of tokens to look up
         self._begin_at = np.zeros(num_rows, dtype=np.int32)  # none up to this planned position
-        self._are_mtp = np.zeros(num_rows, dtype=np.bool_)  # the row's last guesses
-        self._mtp_at = np.full(num_rows, _NOWHERE, dtype=np.int32)  # the planned position of ...
-        self._mtp_guesses = np.zeros((num_rows, mtp_tokens), dtype=np.int32)
+        self._are_mtp = np.zeros(num_rows, dtype=np.bool_)  # whether the last guesses were
+        self._mtp_at = np.full(num_rows, _NOWHERE, dtype=np.int32)  # the planned position that ...
+        self._mtp_guesses = np.zeros((num_rows, mtp_tokens), dtype=np.int32)  # ... these are for
 
     def begin(self, row: int) -> None:
         """A sequence has taken the row."""
@@ -85,9 +86,9 @@ class Guesser:
         the MTP layer then: so that the layer's passes end within the row's limit, and that what is
         guessed is not the last token that the row may have."""
         running = self._rows
-        if not self._mtp_tokens or running.num_used > self._max_rows:
+        if running.num_used > self._max_rows:
             return EMPTY
-        ends = running.planned[rows]  # positions of the tokens that the rows get, at the most
+        ends = running.planned[rows]  # positions of the tokens that they get, if all are right
         fits = ends + max(3, self._mtp_tokens - 1) <= running.limit[rows]
         return rows[fits & ~running.retiring[rows]]
 

@@ -299,7 +299,7 @@ class Scheduler:
     def _plan_mtp(self, draft: Draft) -> None:
         """Let the MTP layer guess at what follows the tokens of this step, for each row that can
         use that and for which there are pages for the layer's passes. The others go on without."""
-        if self._guesser is None:
+        if self._guesser is None or not self._config.mtp_tokens:
             return
         rows, sampled = self._rows, draft.sample_rows
         wanting = self._guesser.wanting_mtp(sampled)
@@ -308,9 +308,8 @@ class Scheduler:
         short = rows.short(np.union1d(rows.ready_to_decode(), sampled))
         named = []
         for row in wanting.tolist():
-            # the position of the token that the row gets, at the most
-            #     [0, last)                       computed by this step or before
-            #     [last, last + mtp_tokens - 1)   computed by the layer alone
+            # [0, planned)     computed by the model and the layer, in this step or before
+            # [planned, end)   computed by the layer alone, at the most
             end = int(rows.planned[row]) + self._config.mtp_tokens - 1
             if end <= self._reach(row, short):
                 self._grow_up_to(end, row, short, draft)

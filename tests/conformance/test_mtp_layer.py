@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Final
 
@@ -13,10 +15,13 @@ from torch import Tensor
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.layers.matrix import DenseMatrix
+from minisgl_backend.layers.quantized_matrix import QuantizedMatrix
 from minisgl_backend.model_check import checked_spec
 from minisgl_backend.models.adapter_slots import AdapterSlots
+from minisgl_backend.models.build import build_model
 from minisgl_backend.models.checkpoint import check_weights, weight_files
 from minisgl_backend.models.spec import ModelSpec
+from minisgl_backend.models.token_mixing import SelfAttention
 from minisgl_backend.parallel.group import Group, OneRank
 from tests.conformance.mtp_checkpoints import (
     BEHIND,
@@ -126,6 +131,55 @@ def test_the_layer_is_converted_like_the_others(case: str, tmp_path: Path) -> No
         weights.append(mtp.eh_proj.matrix.weight)
     assert not torch.equal(*weights)
     torch.testing.assert_close(*weights, atol=0.01, rtol=0.07)
+
+
+@pytest.mark.parametrize("case", ["qwen3.5", "glm4-moe"])
+def test_quantized_checkpoints(case: str, tmp_path: Path) -> None:
+    plain, quantized = tmp_path / "plain", tmp_path / "quantized"
+    write_mtp_checkpoint(case, plain)
+    shutil.copytree(plain, quantized)
+    _quantize(plain, quantized)
+    spec = spec_of(quantized)
+    _, states, guesses = chain(spec_of(plain), plain, OneRank())
+    _, found, found_guesses = chain(spec, quantized, OneRank())
+    torch.testing.assert_close(found, states, atol=1e-4, rtol=1e-4)
+    assert found_guesses == guesses
+    assert spec.weights is not None
+    for load_format in ("auto", "dummy"):
+        model = build_model(
+            spec,
+            quantized,
+            dtype=torch.float32,
+            device=CPU,
+            group=OneRank(),
+            load_format=load_format,
+            keep_quantized=True,
+        )
+        assert model.mtp is not None and isinstance(model.mtp.mixer, SelfAttention)
+        assert isinstance(model.mtp.mixer.o_proj.matrix, QuantizedMatrix)
+        assert isinstance(model.mtp.eh_proj.matrix, DenseMatrix) == (case == "qwen3.5")
+
+
+def _quantize(plain: Path, quantized: Path) -> None:
+    """Write projections in FP8 with a scale per block, as DeepSeek and Qwen do, and the numbers
+    that they stand for in place of the plain ones."""
+    stay = ["linear_attn", "mtp.fc", "lm_head", "gate"]
+    config = json.loads((plain / "config.json").read_text())
+    how = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": stay}
+    (quantized / "config.json").write_text(json.dumps({**config, "quantization_config": how}))
+    tensors = load_file(plain / "model.safetensors")
+    codes = {}
+    for name, tensor in tensors.items():
+        if not name.endswith("_proj.weight") or "linear_attn" in name or "gate." in name:
+            codes[name] = tensor
+            continue
+        scale = tensor.abs().max() / 448
+        codes[name] = (tensor / scale).to(torch.float8_e4m3fn)
+        blocks = [-(-size // 128) for size in tensor.shape]
+        codes[f"{name}_scale_inv"] = scale.repeat(*blocks)
+        tensors[name] = codes[name].float() * scale
+    save_file(tensors, plain / "model.safetensors", {"format": "pt"})
+    save_file(codes, quantized / "model.safetensors", {"format": "pt"})
 
 
 @pytest.mark.parametrize("case", ["qwen3.5-experts", "hy-v3", "deepseek-v3"])

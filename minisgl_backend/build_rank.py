@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from minisgl_backend.attention.base import AttentionSetting, PagedAttention
+from minisgl_backend.attention.base import AttentionSetting, PagedAttention, ScheduledDecode
 from minisgl_backend.attention.choose import choose_attention
 from minisgl_backend.device.cuda import CudaDevice
 from minisgl_backend.errors import ConfigError
@@ -242,13 +242,21 @@ def _attention(facts: Resolved, max_captured_batch_size: int) -> PagedAttention:
             and options.cache != "naive"
             and not options.batch_invariant,
             batch_invariant=options.batch_invariant,
-            most_written=1 + options.speculative_tokens,
+            most_written=1 + options.most_guessed,
         ),
     )
     if wanted and not attention.reads_groups:
         raise ConfigError(
             f"group_attention=true does not go with attention_backend {attention.name}: on a GPU "
             "it needs cuda for decoding, dtype bfloat16, and heads of up to 128 elements"
+        )
+    has_schedule = isinstance(attention.decode, ScheduledDecode)
+    needs_lengths = has_schedule or not (attention.can_capture or facts.device.is_host)
+    if options.speculative_mtp_tokens > 1 and needs_lengths:
+        raise ConfigError(
+            f"attention_backend {attention.name} needs lengths on the host, which are not known "
+            f"there for guesses after the first: with it, speculative_mtp_tokens is at most 1, not "
+            f"{options.speculative_mtp_tokens}"
         )
     return attention
 
@@ -277,4 +285,5 @@ def _limits(
         section=facts.shape.section,
         most_guesses=options.most_guesses,
         most_checks=options.most_checks,
+        mtp_tokens=options.speculative_mtp_tokens,
     )

@@ -61,6 +61,7 @@ def build_scheduler(
         section=info.section,
         num_adapter_slots=options.max_loras if options.enable_lora else 0,
         speculative_tokens=options.speculative_tokens,
+        mtp_tokens=options.speculative_mtp_tokens,
         speculative_max_requests=options.speculative_max_requests,
         speculative_recent_tokens=options.speculative_recent_tokens,
     )

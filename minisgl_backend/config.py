@@ -146,6 +146,13 @@ class EngineOptions:
         minimum=0,
         maximum=64,
     )
+    speculative_mtp_tokens: int = option(
+        0,
+        "tokens that the model's layer for multi-token prediction (MTP) guesses for a request, to "
+        "be checked in the next step; 0: the layer is not loaded",
+        minimum=0,
+        maximum=16,
+    )
     speculative_max_requests: int = option(
         8, "nothing is guessed while more requests than this run", minimum=1, maximum=4096
     )
@@ -316,15 +323,20 @@ class EngineOptions:
             _check_range(spec, getattr(self, spec.name))
 
     @property
+    def most_guessed(self) -> int:
+        """The most guesses of a request that a step checks."""
+        return max(self.speculative_tokens, self.speculative_mtp_tokens)
+
+    @property
     def most_checks(self) -> int:
         """The most requests whose guesses a step checks."""
         num_rows = min(self.speculative_max_requests, self.max_running_requests)
-        return num_rows if self.speculative_tokens else 0
+        return num_rows if self.most_guessed else 0
 
     @property
     def most_guesses(self) -> int:
         """The most guesses that a step checks."""
-        return min(self.speculative_tokens * self.most_checks, self.max_prefill_tokens // 2)
+        return min(self.most_guessed * self.most_checks, self.max_prefill_tokens // 2)
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> EngineOptions:

@@ -34,12 +34,15 @@ def checked_spec(options: EngineOptions, folder: Path, device: str | None) -> Mo
 
     Raises ``ConfigError`` if config.json is invalid or does not describe the weights, if the heads
     cannot be split over the ranks, if a GPU has no kernels for heads of these sizes, if a CPU's
-    memory cannot hold what is asked for, or if requests cannot have what the checkpoint recommends.
+    memory cannot hold what is asked for, if an MTP layer is asked for that is not supported, or if
+    requests cannot have what the checkpoint recommends.
     """
     tokenizer = None
     if options.tokenizer is not None:
         tokenizer = resolve_tokenizer(options.tokenizer, options.model_source)
     spec = load_spec(folder, tokenizer)
+    if options.speculative_mtp_tokens:
+        spec = spec.with_mtp()
     request_defaults(options)
     if options.quantization is not None:
         if spec.weights is not None:

@@ -70,11 +70,13 @@ def check_options(options: EngineOptions, device: str | None) -> None:
                 raise ConfigError(f"option {name}={value} needs cache=radix")
     _check_replicas(options)
     check_adapters(options)
-    if options.speculative_tokens and options.max_prefill_tokens < _LEAST_FOR_GUESSES:
-        raise ConfigError(
-            f"option speculative_tokens={options.speculative_tokens} needs max_prefill_tokens of "
-            f"at least {_LEAST_FOR_GUESSES}: a token and its guesses have half of a step"
-        )
+    for name in ("speculative_tokens", "speculative_mtp_tokens"):
+        value = getattr(options, name)
+        if value and options.max_prefill_tokens < _LEAST_FOR_GUESSES:
+            raise ConfigError(
+                f"option {name}={value} needs max_prefill_tokens of at least "
+                f"{_LEAST_FOR_GUESSES}: a token and its guesses have half of a step"
+            )
     if device is not None:
         check_comm(options.comm, device, place)
     if options.batch_invariant:

@@ -111,7 +111,7 @@ def make_states(facts: Resolved, sizes: CacheSizes) -> StateStorage | None:
             state_dtype=facts.state_dtype,
             device=facts.device.torch_device,
             num_checks=options.most_checks,
-            most_tokens=1 + options.speculative_tokens,
+            most_tokens=1 + options.most_guessed,
         )
     except torch.OutOfMemoryError as error:
         rows = options.max_running_requests + 1
@@ -123,7 +123,7 @@ def make_states(facts: Resolved, sizes: CacheSizes) -> StateStorage | None:
             f"snapshots would take {num_bytes:,} bytes of "
             f"{facts.device.torch_device}, which has {facts.device.free_memory():,} free: lower "
             "max_running_requests, state_snapshots, speculative_max_requests or "
-            "speculative_tokens, or the bits of state_dtype"
+            "speculative_tokens (speculative_mtp_tokens), or the bits of state_dtype"
         ) from error
 
 
@@ -171,7 +171,7 @@ def choose_num_snapshots(
 
 def _num_unsettled(options: EngineOptions) -> int:
     """The most tokens of checks that are not settled."""
-    return options.most_checks * (1 + options.speculative_tokens)
+    return options.most_checks * (1 + options.most_guessed)
 
 
 def _slot_bytes(facts: Resolved, recurrent: RecurrentSpec) -> int:

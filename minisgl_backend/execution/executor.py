@@ -26,6 +26,7 @@ from minisgl_backend.execution.adapters import AdapterStore, RowAdapters
 from minisgl_backend.execution.checks import are_decoded, as_decodes, check_lengths
 from minisgl_backend.execution.embeddings import Embeddings
 from minisgl_backend.execution.flat_batch import FlatBatch
+from minisgl_backend.execution.graph_sizes import batch_sizes
 from minisgl_backend.execution.launched import HostOutput, LaunchedStep, MaskedStep
 from minisgl_backend.execution.prompt_logprobs import ScoredChunks
 from minisgl_backend.execution.sampling import StepOutput
@@ -124,6 +125,8 @@ class ModelExecutor:
         self.device.close()
         self.graphs.close()
         self.adapter_graphs.close()
+        if self.stages.mtp is not None:
+            self.stages.mtp.close()
 
     def mark(self, mark: Callable[[str], AbstractContextManager[object]]) -> None:
         """Put ``mark``, such as a profiler's range, around each layer, the head, sampling and the
@@ -245,8 +248,12 @@ class ModelExecutor:
         score: Callable[[], ScoredChunks | None] | None = None,
         embedded: Embeddings | None = None,
     ) -> HostOutput:
-        """Queue sampling, then the scores of prompts, then copies of all results to the host."""
-        output, rows, scored = sample(), plan.sample_rows, None
+        """Queue sampling and guesses, then the scores of prompts, then copies of all results to
+        the host."""
+        output, rows, scored, guesses = sample(), plan.sample_rows, None, None
+        if len(plan.mtp_rows):
+            assert self.stages.mtp is not None
+            guesses = self.device.download(self.stages.mtp.guess(plan.mtp_rows))
         if score is not None:
             with self.stages.mark("prompt logprobs"):
                 found = score()
@@ -256,6 +263,7 @@ class ModelExecutor:
             self.stages.sampler.logprobs(output, rows),
             scored,
             None if embedded is None else embedded.download(self.device),
+            guesses,
         )
 
     def _graphs_for(self, rows: IntArray | HostArray) -> StepGraphs:
@@ -281,9 +289,13 @@ class ModelExecutor:
         if self._states is not None:
             self._states.compile(self.device.upload)
         warm_up.all_kinds()
+        if stages.mtp is not None:
+            stages.mtp.compile()
         if self._adapters is not None:
             self._adapters.with_dummy_adapter(warm_up.all_kinds)
         self.graphs = capture_steps(stages, progress)
+        if stages.mtp is not None and stages.limits.graph_sizes:
+            stages.mtp.capture(batch_sizes(stages.limits.most_checks, None), progress)
         if self._adapters is not None:
             self.adapter_graphs = capture_steps(stages, progress, adapted=True)
         is_grouped = take_groups_of(stages.attention) is not None

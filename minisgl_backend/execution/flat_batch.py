@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from minisgl_backend.device.base import HostArray
-from minisgl_backend.plan import LAST_TOKEN, Groups, Snapshots, StepPlan
+from minisgl_backend.plan import LAST_TOKEN, TO_SAMPLE, Groups, Snapshots, StepPlan
 from minisgl_backend.request import EMPTY, IntArray
 
 
@@ -33,6 +33,7 @@ class FlatBatch:
     int64[num_samples]: ``sample_indices``, the flat indices of the tokens after which a token is
     sampled, with their ``sample_rows``; ``sample_positions``, the positions of the new tokens.
     They are in the order of ``StepPlan.sample_rows``.
+    int32[num_chunks - num_checks]: ``after_chunks``, the plan's ``next_tokens``.
     ``groups``, ``snapshots``: the plan's; members of groups are flat indices.
     """
 
@@ -46,6 +47,7 @@ class FlatBatch:
     sample_indices: HostArray
     sample_rows: HostArray
     sample_positions: HostArray
+    after_chunks: IntArray
     groups: Groups
     snapshots: Snapshots
 
@@ -75,6 +77,7 @@ class FlatBatch:
             sample_indices=np.concatenate(sample_indices, dtype=int),
             sample_rows=plan.sample_rows.astype(np.int64),
             sample_positions=plan.sample_positions.astype(np.int64),
+            after_chunks=chunks.next_tokens,
             groups=plan.groups_by_index,
             snapshots=plan.snapshots,
         )
@@ -92,3 +95,11 @@ class FlatBatch:
             return EMPTY
         lengths = np.diff(self.chunk_offsets[: self.num_checks + 1])
         return np.concatenate([np.ones(self.num_decodes, np.int32), lengths])
+
+    @property
+    def next_tokens(self) -> IntArray:
+        """The token after each token, int32[num_tokens], or ``TO_SAMPLE``."""
+        found, of_prompts = np.roll(self.tokens, -1), self.chunk_offsets[self.num_checks :]
+        found[: of_prompts[0]] = TO_SAMPLE
+        found[of_prompts[1:] - 1] = self.after_chunks
+        return found

@@ -3,17 +3,20 @@
 ``over_batch`` is for any step, from arrays on the host; ``over_chunks`` for any step to be
 captured, from inputs on the device; ``over_decodes`` for a decode step to be captured, from the
 state of its rows. All return the same residual stream for the same tokens. Steps to be captured may
-be ``grouped`` (``attention.base.GroupedDecode``). Knows the model's forward pass, the row table and
-attention. Must not know plans, graphs or sampling.
+be ``grouped`` (``attention.base.GroupedDecode``). The MTP layer goes over the tokens of a step, or
+of rows, by itself (``mtp_over_...``). Knows the model's forward pass, the row table and attention.
+Must not know plans, graphs or sampling.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from minisgl_backend.attention.base import Chunks, DecodeRows, PagedAttention
+from minisgl_backend.attention.base import Attend, Chunks, DecodeRows, PagedAttention
 from minisgl_backend.device.base import Device
 from minisgl_backend.execution.adapters import RowAdapters
 from minisgl_backend.execution.chunk_graphs import ChunkInputs
@@ -27,6 +30,18 @@ from minisgl_backend.kernels.rows import DecodeInputs
 from minisgl_backend.models.decoder import Decoder
 from minisgl_backend.models.token_mixing import RecurrentRows
 from minisgl_backend.plan import LAST_TOKEN
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Placed:
+    """Where the tokens of a step are; tensors [num_tokens]."""
+
+    rows: Tensor
+    positions: Tensor
+    slots: Tensor
+    window_slots: Tensor | None
+    tokens: Tensor
+    attend: Attend
 
 
 class ForwardPass:
@@ -53,6 +68,39 @@ class ForwardPass:
 
     def over_batch(self, batch: FlatBatch) -> Tensor:
         """The residual stream after the layers, [num_tokens, hidden_size]."""
+        upload, placed, num_decodes = self._device.upload, self._placed(batch), batch.num_decodes
+        recurrent = None
+        if self._states is not None:
+            own_runs, own_tokens, checks = self._states.runs_of(batch), num_decodes, None
+            if len(lengths := batch.check_lengths):
+                lines = self._states.begin_checks(batch.rows, batch.positions, lengths)
+                own_tokens, checks = len(lines), CheckedTokens(upload(lines))
+            runs = Runs.of(own_runs, upload) if own_runs else None
+            recurrent = RecurrentRows(placed.rows[:own_tokens].long(), runs, checks)
+        adapters, adapted = self._adapters, None
+        if adapters is not None and adapters.have_any(batch.rows):
+            adapted = adapters.of_tokens(batch.rows)
+        hidden: Tensor = self._model(
+            placed.tokens,
+            placed.positions,
+            placed.slots,
+            placed.attend,
+            recurrent,
+            adapted,
+            window_slots=placed.window_slots,
+        )
+        return hidden
+
+    def mtp_over_batch(self, batch: FlatBatch, hidden: Tensor, next_tokens: Tensor) -> Tensor:
+        """The states of the MTP layer, [num_tokens, hidden_size], from the residual stream after
+        the other layers, and from the token after each."""
+        placed = self._placed(batch)
+        hidden = self._model.normed(hidden[: len(next_tokens)])
+        return self._model.forward_mtp(
+            next_tokens, hidden, placed.positions, placed.slots, placed.attend
+        )
+
+    def _placed(self, batch: FlatBatch) -> _Placed:
         upload, rows, num_decodes = self._device.upload, self._rows, batch.num_decodes
         numbers = [batch.rows, batch.positions, *np.divmod(batch.positions, rows.page_size)]
         # [num_tokens] each
@@ -87,21 +135,7 @@ class ForwardPass:
                 groups=batch.groups,
             )
         attend = self._attention.plan(decodes, chunks)
-        recurrent = None
-        if self._states is not None:
-            own_runs, own_tokens, checks = self._states.runs_of(batch), num_decodes, None
-            if len(lengths := batch.check_lengths):
-                lines = self._states.begin_checks(batch.rows, batch.positions, lengths)
-                own_tokens, checks = len(lines), CheckedTokens(upload(lines))
-            runs = Runs.of(own_runs, upload) if own_runs else None
-            recurrent = RecurrentRows(token_rows[:own_tokens].long(), runs, checks)
-        adapters, adapted = self._adapters, None
-        if adapters is not None and adapters.have_any(batch.rows):
-            adapted = adapters.of_tokens(batch.rows)
-        hidden: Tensor = self._model(
-            tokens, positions, slots, attend, recurrent, adapted, window_slots=window_slots
-        )
-        return hidden
+        return _Placed(token_rows, positions, slots, window_slots, tokens, attend)
 
     def over_chunks(
         self,
@@ -188,3 +222,29 @@ class ForwardPass:
             window_slots=inputs.window_slots,
         )
         return hidden
+
+    def mtp_over_decodes(self, inputs: DecodeInputs, hidden: Tensor, next_tokens: Tensor) -> Tensor:
+        """``mtp_over_batch`` for a decode step to be captured."""
+        decodes = DecodeRows(
+            rows=inputs.rows, lengths=inputs.lengths, page_table=self._rows.table.pages
+        )
+        attend = self._attention.plan(decodes, None)
+        hidden = self._model.normed(hidden)
+        return self._model.forward_mtp(next_tokens, hidden, inputs.positions, inputs.slots, attend)
+
+    def mtp_over_rows(
+        self, rows: Tensor, positions: Tensor, states: Tensor, next_tokens: Tensor
+    ) -> Tensor:
+        """The next states of the MTP layer, [num_rows, hidden_size], from its own ``states`` of the
+        positions before. ``rows``, ``positions`` and ``next_tokens`` are int32[num_rows]."""
+        page_size = self._rows.page_size
+        slots = self._rows.slots(rows, positions // page_size, positions % page_size)
+        lengths = positions + 1
+        decodes = DecodeRows(
+            rows=rows,
+            lengths=lengths,
+            page_table=self._rows.table.pages,
+            host_lengths=lengths.numpy() if self._device.is_host else None,
+        )
+        attend = self._attention.plan(decodes, None)
+        return self._model.forward_mtp(next_tokens, states, positions, slots, attend)

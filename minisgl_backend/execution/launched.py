@@ -26,12 +26,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostOutput:
-    """All results of a step, on the host; ``tokens`` int32 [num_samples]."""
+    """All results of a step, on the host; ``tokens`` int32 [num_samples]; ``mtp_guesses`` int32
+    [num_mtp_rows, mtp_tokens]."""
 
     tokens: Tensor
     logprobs: RawLogprobs | None
     scored: ScoredChunks | None
     embedded: Embeddings | None
+    mtp_guesses: Tensor | None = None
 
     def sampled(self) -> SampledTokens:
         """The results; valid once the device has run the step and the copies."""
@@ -39,7 +41,8 @@ class HostOutput:
         logprobs = self.logprobs.by_sample(token_ids) if self.logprobs else {}
         scored = self.scored.by_chunk() if self.scored else ()
         embeddings = self.embedded.by_sample() if self.embedded else {}
-        return SampledTokens(token_ids, logprobs, scored, embeddings)
+        guesses = EMPTY if self.mtp_guesses is None else self.mtp_guesses.numpy()
+        return SampledTokens(token_ids, logprobs, scored, embeddings, guesses)
 
 
 class Submit(Protocol):

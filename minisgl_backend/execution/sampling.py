@@ -51,10 +51,12 @@ class StepOutput:
 @dataclass(frozen=True, slots=True, eq=False)
 class StepLogits:
     """What is sampled from: this rank's ``logits`` [num_samples, tokens of the rank] of
-    ``samples``."""
+    ``samples``. ``follow`` is called with the sampled tokens, int32 [num_samples], once they are
+    kept."""
 
     logits: Tensor
     samples: Samples
+    follow: Callable[[Tensor], None] | None = None
 
 
 class Sampler:
@@ -129,6 +131,8 @@ class Sampler:
         logits = self._gathered(due.logits) if all_logits else due.logits
         tokens = self._of_rank_0(logits, due) if all_logits else self._of_all_ranks(due)
         keep_sampled(self._table, due.samples, tokens)
+        if due.follow is not None:
+            due.follow(tokens)
         return StepOutput(tokens, logits)
 
     def _of_rank_0(self, logits: Tensor, due: StepLogits) -> Tensor:

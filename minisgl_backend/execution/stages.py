@@ -1,4 +1,5 @@
-"""The stages of a step: the row table, the layers, the head, sampling, scoring and embedding.
+"""The stages of a step: the row table, the layers, the head, sampling, scoring, embedding, and the
+MTP layer's guesses.
 
 Each is made once, before the first step. They are used only within work that is submitted to the
 device, which runs in order. Must not know plans, pages or graphs.
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 import numpy as np
@@ -21,6 +23,7 @@ from minisgl_backend.execution.adapters import RowAdapters
 from minisgl_backend.execution.embeddings import PromptEmbedder
 from minisgl_backend.execution.flat_batch import FlatBatch
 from minisgl_backend.execution.forward import ForwardPass
+from minisgl_backend.execution.mtp import MTPGuesses
 from minisgl_backend.execution.prompt_logprobs import PromptScorer
 from minisgl_backend.execution.rows import DeviceRows
 from minisgl_backend.execution.sampling import Sampler, StepLogits, StepOutput
@@ -48,7 +51,8 @@ class ExecutorLimits:
     ``scored_at_once`` limits the number of prompt positions whose logits are computed at once. With
     ``takes_masks``, decode steps with masked rows are also captured. With a ``section``, no chunk
     crosses a multiple of it. ``most_guesses`` limits the number of guesses in a step, and
-    ``most_checks`` that of the decoding rows of steps that have some.
+    ``most_checks`` that of the decoding rows of steps that have some. ``mtp_tokens`` are guessed by
+    the MTP layer for each row of a plan's ``mtp_rows``.
     """
 
     max_rows: int
@@ -61,6 +65,7 @@ class ExecutorLimits:
     section: int | None = None
     most_guesses: int = 0
     most_checks: int = 0
+    mtp_tokens: int = 0
 
     @property
     def most_checked(self) -> int:
@@ -109,6 +114,9 @@ class Stages:
             model, device, num_rows=num_rows, most_rows=limits.scored_at_once
         )
         self.embedder = PromptEmbedder(model, device, num_rows=num_rows)
+        self.mtp: MTPGuesses | None = None
+        if limits.mtp_tokens:
+            self.mtp = MTPGuesses(model, self.forward, table, device, limits.mtp_tokens)
         self.mark: Callable[[str], AbstractContextManager[object]] = nullcontext
         self._watch_logits = watch_logits
         self._own_logits = self._empty_logits(model.head.share)
@@ -141,7 +149,10 @@ class Stages:
         # [batch_size, hidden_size]
         hidden = self.forward.over_decodes(step, grouped=grouped, adapted=adapted, checks=checks)
         part = self.model.logits_part(hidden, out=self._own_logits[:batch_size])
-        return StepLogits(part, Samples(step.rows, step.lengths, step.tokens))
+        follow = None
+        if self.mtp is not None:
+            follow = partial(self.mtp.follow_decodes, step, hidden)
+        return StepLogits(part, Samples(step.rows, step.lengths, step.tokens), follow)
 
     def logits_of(self, batch: FlatBatch, hidden: Tensor) -> StepLogits:
         """The logits of the tokens after which a token is sampled, if any. ``hidden`` [num_tokens,
@@ -149,18 +160,22 @@ class Stages:
         rows, at = batch.sample_rows, batch.sample_indices
         numbers = np.array([at, rows, batch.sample_positions, batch.tokens[at]], np.int32)
         indices, *of_samples = self.device.upload(numbers)
-        samples = Samples(*of_samples)
+        samples, follow = Samples(*of_samples), None
+        if self.mtp is not None:
+            follow = partial(self.mtp.follow_batch, batch, hidden, samples, indices)
         if not len(rows):
-            return StepLogits(self._own_logits[:0], samples)
+            return StepLogits(self._own_logits[:0], samples, follow)
         with self.mark("logits"):
             logits = self.model.logits_part(hidden.index_select(0, indices))
         if self._watch_logits is not None:
             logits = self._watch_logits(logits, rows)
-        return StepLogits(logits, samples)
+        return StepLogits(logits, samples, follow)
 
     def sample(self, due: StepLogits, *, all_logits: bool) -> StepOutput:
         """Sample the tokens of a step; there may be none. ``all_logits``: see ``Sampler``."""
         if not len(due.logits):
+            if due.follow is not None:
+                due.follow(due.samples.rows)
             return StepOutput(due.samples.rows, due.logits)
         with self.mark("sampling"):
             return self.sampler.sample(due, all_logits=all_logits)

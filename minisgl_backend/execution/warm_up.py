@@ -115,7 +115,8 @@ class WarmUp:
             raise ConfigError(
                 f"a step of {plan.num_tokens} tokens does not fit beside the KV pages, "
                 f"with {stages.device.free_memory() / 2**30:.1f} GiB free: lower memory_ratio, "
-                "num_pages, max_prefill_tokens, max_running_requests or speculative_tokens"
+                "num_pages, max_prefill_tokens, max_running_requests, speculative_tokens or "
+                "speculative_mtp_tokens"
             ) from error
 
     def _dummy_plan(

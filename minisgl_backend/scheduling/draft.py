@@ -12,6 +12,7 @@ import numpy as np
 from minisgl_backend.cache.windows import WindowPages
 from minisgl_backend.plan import (
     NO_GROUPS,
+    TO_SAMPLE,
     AdapterMoves,
     Admission,
     Checks,
@@ -35,6 +36,7 @@ class Draft:
         self.budget = budget
         self.decodes = Decodes()
         self.groups = NO_GROUPS
+        self.mtp_rows = EMPTY
         self._admissions: list[Admission] = []
         self._grants: list[tuple[IntArray, IntArray, IntArray]] = []
         self._copies: list[tuple[int, int, int]] = []
@@ -54,6 +56,13 @@ class Draft:
     def is_empty(self) -> bool:
         """Whether the step would compute nothing."""
         return not (self._checks or self._chunks or len(self.decodes.rows))
+
+    @property
+    def sample_rows(self) -> IntArray:
+        """The rows that get a token, each once, in the order of ``StepPlan.sample_rows``."""
+        of_checks = [row for row, _, _ in self._checks]
+        of_chunks = [row for row, _, _, next_token in self._chunks if next_token == TO_SAMPLE]
+        return np.concatenate([np.array(of_checks + of_chunks, np.int32), self.decodes.rows])
 
     def admit(self, admission: Admission) -> None:
         """Add a request that takes a row."""
@@ -118,6 +127,10 @@ class Draft:
         self.decodes = decodes
         self.groups = groups
 
+    def guess_next(self, rows: IntArray) -> None:
+        """Let the MTP layer guess at the next tokens of these rows, of those that get a token."""
+        self.mtp_rows = rows
+
     def freeze(
         self,
         step: int,
@@ -138,7 +151,7 @@ class Draft:
         chunks = PromptChunks(rows, starts, lengths, next_tokens, _joined(self._tokens))
         of, begins, counts = _columns(self._scores, 3)
         scores = Scores(of, begins, counts, _joined(self._score_tokens))
-        sampling = np.concatenate([checks.rows, chunks.rows[chunks.sampled], self.decodes.rows])
+        sampling = self.sample_rows
         begun_from = np.array(self._begun_from, dtype=np.int32)
         return StepPlan(
             step=step,
@@ -156,6 +169,7 @@ class Draft:
             decodes=self.decodes,
             groups=self.groups,
             scores=scores,
+            mtp_rows=self.mtp_rows,
             masked_rows=sampling[masked[sampling]],
         )
 

@@ -1,7 +1,7 @@
 """Gives what a step has sampled to the sequences, and ends those that are complete.
 
-Works by value, in the order of the plans. Knows rows, the lifecycle and how many guesses were
-right. Must not know the queue, or what is planned next.
+Works by value, in the order of the plans. Knows rows, the lifecycle, how many guesses were right,
+and which the MTP layer makes next. Must not know the queue, or what is planned next.
 """
 
 from __future__ import annotations
@@ -59,6 +59,12 @@ class Intake:
         for step_rows in (checks.rows, chunks.rows, plan.decodes.rows):
             for row in step_rows[rows.is_idle(step_rows)].tolist():
                 self._life.release(rows.sequence(row))
+        if len(tokens.mtp_guesses) != len(plan.mtp_rows):
+            raise InvariantError(
+                f"MTP guesses for {len(tokens.mtp_guesses)} rows, not for {len(plan.mtp_rows)}"
+            )
+        if self._guesser is not None and len(plan.mtp_rows):
+            self._guesser.take_mtp(plan.mtp_rows, tokens.mtp_guesses)
         return result
 
     def _take_scores(

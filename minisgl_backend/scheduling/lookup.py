@@ -16,7 +16,7 @@ import numpy as np
 
 from minisgl_backend.request import EMPTY, IntArray
 
-_LEAST: Final = 3
+LEAST: Final = 3
 """Number of last tokens that must have stood there."""
 _MOST: Final = 32
 """Number of last tokens that are compared. Almost all guesses after as many are right."""
@@ -39,7 +39,7 @@ class RecentAnswers:
         """Keep an answer, int32[num_tokens], in place of the oldest ones; unless it is too short to
         tell anything."""
         size = len(self._tokens)
-        if not size or len(answer) <= _LEAST:
+        if not size or len(answer) <= LEAST:
             return
         tokens = np.append(answer[-(size - 1) :], np.int32(_END))
         places = np.arange(self._next, self._next + len(tokens)) % size
@@ -63,28 +63,34 @@ class RecentAnswers:
 
 
 def guesses_at(
-    tokens: IntArray, most: int, recent: RecentAnswers | None = None, cache_key: str = ""
+    tokens: IntArray,
+    most: int,
+    recent: RecentAnswers | None = None,
+    cache_key: str = "",
+    *,
+    least: int = LEAST,
 ) -> IntArray:
     """Guesses at the next tokens after ``tokens``, int32[num_tokens]: up to ``most``, and none if
-    fewer than ``_LEAST`` of the last tokens have stood together before.
+    fewer than ``least`` of the last tokens, which is at least ``LEAST``, have stood together
+    before.
 
     If these stand less than ``most`` before the end, what is between is repeated.
     """
-    if len(tokens) <= _LEAST or not most:
+    if len(tokens) <= least or not most:
         return EMPTY
     end, length = _longest(tokens[:-1], np.flatnonzero(tokens[:-1] == tokens[-1]), tokens)
     if recent is not None and length < _MOST:
         length_there, found = recent.following(tokens, most, cache_key)
-        if length_there > length and len(found):
+        if length_there > max(length, least - 1) and len(found):
             return found
-    if not length:
+    if length < least:
         return EMPTY
     found = tokens[end + 1 : end + 1 + most]
     return found if len(found) == most else np.resize(found, most)
 
 
 def _longest(text: IntArray, ends: IntArray, tokens: IntArray) -> tuple[int, int]:
-    """The longest part of ``text`` that equals the last ``tokens`` and is at least ``_LEAST`` long,
+    """The longest part of ``text`` that equals the last ``tokens`` and is at least ``LEAST`` long,
     up to ``_MOST``: the index of its last token, and its length; of equally long ones the last.
     The length is 0 if there is none. ``ends`` are the indices of ``tokens[-1]``, in order."""
     most, length = min(_MOST, len(tokens)), 0
@@ -101,4 +107,4 @@ def _longest(text: IntArray, ends: IntArray, tokens: IntArray) -> tuple[int, int
         if not len(longer):
             break
         ends, length = longer, length + 1
-    return (int(ends[-1]), length) if length >= _LEAST else (0, 0)
+    return (int(ends[-1]), length) if length >= LEAST else (0, 0)

@@ -132,6 +132,10 @@ class RunningRows:
         slots = self.adapter_slots[rows]
         return rows[np.argsort(slots, kind="stable")] if slots.any() else rows
 
+    def short(self, rows: IntArray) -> set[int]:
+        """Those of ``rows`` that cannot decode without one more page."""
+        return set(rows[self.planned[rows] >= self.capacity[rows]].tolist())
+
     def plan_decode(self, rows: IntArray) -> IntArray:
         """Plan one more position for each of ``rows``, and return the positions, int32[num_rows].
 

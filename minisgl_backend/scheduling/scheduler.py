@@ -11,7 +11,10 @@ waiting.
 
 Rows may decode with guesses at their next tokens (``guesses``), with at most half of the budget.
 Guesses are made from all tokens of a row, and what is planned next depends on how many were right.
-So while a step that they wait for, or that checks some, is in flight, nothing is planned.
+So while a step that they wait for, or that checks some, is in flight, nothing is planned. With an
+MTP layer, a step also names the rows for which the layer makes guesses in it. The layer computes a
+few positions ahead of a row, which need pages; rows for which there are none to spare decode
+without.
 
 Recurrent states cannot go back to before a wrong guess. So a step with guesses keeps the updates of
 all rows that decode in it, and the next step with a row adds those that count (``plan.Checks``).
@@ -88,8 +91,9 @@ class SchedulerConfig:
     multiple of it, as attention in sections requires (``attention.sections``).
     ``num_adapter_slots``: the most adapters that are on the device at once. ``speculative_tokens``
     (0 for none) and ``speculative_max_requests`` limit ``guesses``, and
-    ``speculative_recent_tokens`` is the size of ``lookup.RecentAnswers``. No model has both states
-    and sections.
+    ``speculative_recent_tokens`` is the size of ``lookup.RecentAnswers``. ``mtp_tokens`` is the
+    number of tokens that the model's MTP layer guesses for a row, 0 without such a layer. No model
+    has both states and sections, or an MTP layer and sections or windows.
     """
 
     max_running_requests: int = 256
@@ -106,6 +110,7 @@ class SchedulerConfig:
     speculative_tokens: int = 0
     speculative_max_requests: int = 8
     speculative_recent_tokens: int = 0
+    mtp_tokens: int = 0
 
 
 class Scheduler:
@@ -124,8 +129,10 @@ class Scheduler:
         self._config = config
         self._counters = counters or Counters()
         places = AdapterPlaces(config.num_adapter_slots)
+        if config.mtp_tokens:
+            assert config.section is None and cache.windows is None
         recent: RecentAnswers | None = None
-        if config.speculative_tokens:
+        if config.speculative_tokens or config.mtp_tokens:
             recent = RecentAnswers(config.speculative_recent_tokens)
         self._life = Lifecycle(
             cache,
@@ -153,6 +160,7 @@ class Scheduler:
                 recent,
                 most_tokens=config.speculative_tokens,
                 max_rows=config.speculative_max_requests,
+                mtp_tokens=config.mtp_tokens,
             )
         self._has_unjudged = False  # guesses in flight, in the only step there
         self._intake = Intake(self._life, self._guesser, self._counters)
@@ -187,6 +195,7 @@ class Scheduler:
         self._plan_prefills(draft, admit=not under_pressure)
         if draft.is_empty:
             return None
+        self._plan_mtp(draft)
         self._life.grant_remaps(draft)
         plan = draft.freeze(
             self._next_step,
@@ -264,10 +273,10 @@ class Scheduler:
         to be kept."""
         if not guesses:
             return
-        rows, states, page_size = self._rows, self._life.states, self._cache.page_size
+        rows, states = self._rows, self._life.states
         left = draft.budget // 2
         ready = rows.ready_to_decode()
-        short = set(ready[rows.planned[ready] >= rows.capacity[ready]].tolist())
+        short = rows.short(ready)
         for row, guessed in guesses.items():
             start = int(rows.planned[row])  # the position of the last token
             end = start + min(1 + len(guessed), left)
@@ -275,15 +284,10 @@ class Scheduler:
                 end = min(end, (start // section + 1) * section)
             if states is not None:
                 end = min(end, states.kept_next(row, start))
-            # pages are for rows that cannot decode without one first
-            num_spare = self._life.room.most_rows - len(short - {row})
-            end = min(end, int(rows.capacity[row]) + max(0, num_spare) * page_size)
+            end = min(end, self._reach(row, short))
             if end < start + 2:  # and is granted nothing, since it may still be retracted at once
                 continue
-            while rows.capacity[row] < end:
-                if not self._life.grow(np.array([row], np.int32), draft):
-                    raise InvariantError(_NOT_GRANTED)
-            short.discard(row)
+            self._grow_up_to(end, row, short, draft)
             tokens = np.array([rows.last_token(row), *guessed[: end - start - 1]], np.int32)
             left -= len(tokens)
             rows.plan_guesses(row, end)
@@ -291,6 +295,42 @@ class Scheduler:
             if states is not None:
                 states.keep(np.array([row], np.int32), np.array([start], np.int32), draft)
             self._has_unjudged = True
+
+    def _plan_mtp(self, draft: Draft) -> None:
+        """Let the MTP layer guess at what follows the tokens of this step, for each row that can
+        use that and for which there are pages for the layer's passes. The others go on without."""
+        if self._guesser is None:
+            return
+        rows, sampled = self._rows, draft.sample_rows
+        wanting = self._guesser.wanting_mtp(sampled)
+        if not len(wanting):
+            return
+        short = rows.short(np.union1d(rows.ready_to_decode(), sampled))
+        named = []
+        for row in wanting.tolist():
+            # the position of the token that the row gets, at the most
+            #     [0, last)                       computed by this step or before
+            #     [last, last + mtp_tokens - 1)   computed by the layer alone
+            end = int(rows.planned[row]) + self._config.mtp_tokens - 1
+            if end <= self._reach(row, short):
+                self._grow_up_to(end, row, short, draft)
+                named.append(row)
+        draft.guess_next(np.array(named, np.int32))
+        self._guesser.expect_mtp(draft.mtp_rows)
+
+    def _reach(self, row: int, short: set[int]) -> int:
+        """The position up to which the row has pages or can be granted some: pages are for the
+        other rows that are ``short`` of one first."""
+        num_spare = self._life.room.most_rows - len(short - {row})
+        return int(self._rows.capacity[row]) + max(0, num_spare) * self._cache.page_size
+
+    def _grow_up_to(self, end: int, row: int, short: set[int], draft: Draft) -> None:
+        """Grant the row pages for all positions before ``end``, which it can reach. If it gets one,
+        it is not ``short`` anymore."""
+        while self._rows.capacity[row] < end:
+            if not self._life.grow(np.array([row], np.int32), draft):
+                raise InvariantError(_NOT_GRANTED)
+            short.discard(row)
 
     def _grow_first(self, short: IntArray, draft: Draft) -> None:
         """Retract sequences, the last in precedence first, until the others can grow.

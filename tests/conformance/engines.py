@@ -56,11 +56,14 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     fused: bool = False,
     keep_quantized: bool = False,
+    mtp: bool = False,
     group: Group | None = None,
 ) -> Decoder:
-    """The checkpoint on the CPU; if ``fused``, computed by the twins of a GPU's kernels."""
+    """The checkpoint on the CPU, perhaps with its MTP layer; if ``fused``, computed by the twins of
+    a GPU's kernels."""
+    spec = load_spec(folder)
     return build_model(
-        load_spec(folder),
+        spec.with_mtp() if mtp else spec,
         folder,
         dtype=dtype,
         device=torch.device("cpu"),
@@ -80,8 +83,18 @@ class Outcome:
     prompt_logprobs: list[list[PromptLogprobs]]
     embeddings: dict[int, FloatArray] = field(default_factory=dict)
     failed: set[int] = field(default_factory=set)
+    mtp_guesses: list[MTPGuess] = field(default_factory=list)
     num_cached_tokens: int = 0
     num_steps: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class MTPGuess:
+    """What the MTP layer has guessed after the first ``num_tokens`` of a request's answer."""
+
+    index: int
+    num_tokens: int
+    tokens: list[int]
 
 
 class TinyEngine(AbstractContextManager["TinyEngine"]):
@@ -109,11 +122,14 @@ class TinyEngine(AbstractContextManager["TinyEngine"]):
         takes_masks: bool = False,
         reserve_tokens: int = 256,
         speculative_tokens: int = 0,
+        mtp_tokens: int = 0,
         adapter_slots: AdapterSlots | None = None,
         adapter_store: AdapterStore | None = None,
     ):
         """By default there are fewer ``num_snapshots``, for recurrent layers, than prompts, so that
         some are evicted."""
+        most_guessed = max(speculative_tokens, mtp_tokens)
+        num_checks = MAX_ROWS if most_guessed else 0
         device = device or CpuDevice()
         num_ranks, dtype = model.group.size, model.dtype
         shape = model.spec.attention_shape(num_ranks).for_context(context)
@@ -154,8 +170,8 @@ class TinyEngine(AbstractContextManager["TinyEngine"]):
                 dtype=dtype,
                 state_dtype=state_dtype,
                 device=cpu,
-                num_checks=MAX_ROWS if speculative_tokens else 0,
-                most_tokens=1 + speculative_tokens,
+                num_checks=num_checks,
+                most_tokens=1 + most_guessed,
             )
             for of_layer in states.layers:  # a state that no token made must not be read
                 of_layer.conv.fill_(torch.nan)
@@ -185,8 +201,9 @@ class TinyEngine(AbstractContextManager["TinyEngine"]):
                 chunk_graph_sizes=chunk_graph_sizes,
                 scored_at_once=scored_at_once,
                 takes_masks=takes_masks,
-                most_guesses=speculative_tokens * MAX_ROWS,
-                most_checks=MAX_ROWS if speculative_tokens else 0,
+                most_guesses=most_guessed * MAX_ROWS,
+                most_checks=num_checks,
+                mtp_tokens=mtp_tokens,
             ),
             adapter_slots=adapter_slots,
             adapter_store=adapter_store,
@@ -199,6 +216,7 @@ class TinyEngine(AbstractContextManager["TinyEngine"]):
             has_states=states is not None,
             section=shape.section,
             speculative_tokens=speculative_tokens,
+            mtp_tokens=mtp_tokens,
             speculative_max_requests=MAX_ROWS,
         )
         cache: KVCache = NaiveCache(num_pages, page_size, windows=windows)
@@ -208,6 +226,7 @@ class TinyEngine(AbstractContextManager["TinyEngine"]):
             cache = RadixCache(num_pages, page_size, windows=windows)
         self._scheduler = Scheduler(cache, config)
         self._overlap = overlap
+        self._indices: dict[int, int] = {}  # of the rows' requests
 
     def __exit__(
         self,
@@ -259,7 +278,9 @@ class TinyEngine(AbstractContextManager["TinyEngine"]):
         return outcome
 
     def _commit(self, plan: StepPlan, pending: Pending, outcome: Outcome) -> None:
-        result = self._scheduler.commit(plan, pending.tokens())
+        self._indices |= {admission.row: admission.request_id for admission in plan.admissions}
+        tokens = pending.tokens()
+        result = self._scheduler.commit(plan, tokens)
         for request_id, scored in result.scored:
             outcome.prompt_logprobs[request_id].append(scored)
         for request_id, vector in result.embedded:
@@ -269,6 +290,11 @@ class TinyEngine(AbstractContextManager["TinyEngine"]):
             outcome.tokens[request_id].append(int(result.token_ids[index]))
             if index in result.logprobs:
                 outcome.logprobs[request_id].append(result.logprobs[index])
+        for row, guesses in zip(plan.mtp_rows.tolist(), tokens.mtp_guesses.tolist(), strict=True):
+            index = self._indices[row]
+            if index not in result.ended:
+                known = len(outcome.tokens[index])
+                outcome.mtp_guesses.append(MTPGuess(index, known, guesses))
         outcome.failed |= {id for id, event in result.ended.items() if isinstance(event, Failed)}
 
 

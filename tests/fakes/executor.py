@@ -18,6 +18,9 @@ Rows may have recurrent states, too: all KV so far, carried from step to step an
 the page table. A token is wrong if the two differ. States stay as they are in a step with guesses,
 and are settled by the next step with the row.
 
+An MTP layer guesses right or wrong by a rule of the ``Model``. Its passes leave a wrong number in
+the KV of the positions after the row's: if a page there is another row's, too, that finds it.
+
 Steps run as late as possible: at ``Pending.tokens``, in launch order. A plan that shares memory
 with the planner's state would have changed by then. The arrays of each plan are encoded and decoded
 first.
@@ -64,11 +67,13 @@ class Model:
 
     One in ``nan_every`` samples is not finite, and the KV of one in ``nan_kv_every`` positions is
     NaN (0: none); the same tokens before a position always give the same result.
+    ``mtp_right_of`` (n, m): n of m guesses of the MTP layer are right.
     """
 
     vocabulary: int = 1000
     nan_every: int = 0
     nan_kv_every: int = 0
+    mtp_right_of: tuple[int, int] = (2, 3)
 
     def kv(self, token: int, position: int, context: int) -> int:
         """The KV of a token that comes after a context."""
@@ -91,6 +96,15 @@ class Model:
         while index < params.min_tokens and token in params.stop_token_ids:
             token = (token + 1) % self.vocabulary
         return token
+
+    def mtp_guess(
+        self, context: int, index: int, params: SamplingParams, history: tuple[int, ...]
+    ) -> int:
+        """What the MTP layer guesses that ``sample`` gives."""
+        token = self.sample(context, index, params, history)
+        num_right, num_all = self.mtp_right_of
+        is_right = _mix(context, params.seed + 1) % num_all < num_right
+        return token if is_right and token != NO_TOKEN else (token + 1) % self.vocabulary
 
     def logprob(self, token: int, context: int) -> float:
         """The log-probability of a prompt token after a context, a number that fits in float32."""
@@ -178,7 +192,8 @@ class FakeExecutor:
     """Runs plans on numbers; an ``Executor`` of ``runtime.ports``.
 
     ``is_hit`` says whether a fault turns the position that is computed now into NaN, whatever its
-    tokens. There is memory for the updates of ``most_unsettled`` rows. ``num_cleared`` counts the
+    tokens. There is memory for the updates of ``most_unsettled`` rows. The MTP layer guesses
+    ``mtp_tokens`` for a row. ``num_cleared`` counts the
     broken pages of all plans, ``num_kept`` the states of decoding rows that were kept.
     """
 
@@ -191,6 +206,7 @@ class FakeExecutor:
     most_unsettled: int = 0
     window: int | None = None
     num_window_pages: int = 0
+    mtp_tokens: int = 0
     is_hit: Callable[[], bool] = lambda: False
     num_cleared: int = 0
     num_kept: int = 0
@@ -296,7 +312,38 @@ class FakeExecutor:
             for index, row in enumerate(plan.sample_rows.tolist())
             if self._rows[row].admission.sampling.num_logprobs is not None
         }
-        return SampledTokens(np.array(sampled, dtype=np.int32), logprobs, self._score(plan))
+        return SampledTokens(
+            np.array(sampled, dtype=np.int32),
+            logprobs,
+            self._score(plan),
+            mtp_guesses=self._guess_next(plan),
+        )
+
+    def _guess_next(self, plan: StepPlan) -> IntArray:
+        """The guesses of the MTP layer, int32[num_mtp_rows, mtp_tokens]."""
+        rows = plan.mtp_rows.tolist()
+        assert len(set(rows)) == len(rows), "a row is named twice"
+        assert {*rows} <= {*plan.sample_rows.tolist()}, "a row is named that gets no token"
+        guesses = [self._mtp_guesses(row) for row in rows]
+        return np.array(guesses, dtype=np.int32).reshape(len(rows), self.mtp_tokens)
+
+    def _mtp_guesses(self, row: int) -> list[int]:
+        """Guess what comes after the row's last token, each guess as if those before it were right,
+        and poison the positions of the passes."""
+        state, params = self._rows[row], self._rows[row].admission.sampling
+        token, position = state.last_token, state.computed
+        context, guesses = self._context(row, position), list[int]()
+        for _ in range(self.mtp_tokens):
+            context = _add(context, self.model.kv(token, position, context), position)
+            position += 1
+            index = position - state.admission.num_prompt_tokens
+            token = self.model.mtp_guess(context, index, params, (*state.history, *guesses))
+            guesses.append(token)
+        for touched in range(state.computed, state.computed + self.mtp_tokens - 1):
+            page = self._page_table[row, touched // self.page_size]
+            assert page >= 0, "a pass of the MTP layer is at a position that has no page"
+            self._kv[page, touched % self.page_size] = _POISON
+        return guesses
 
     def _score(self, plan: StepPlan) -> tuple[PromptLogprobs, ...]:
         scores = plan.scores

@@ -66,6 +66,7 @@ class Setup:
     speculative_tokens: int = 0
     speculative_max_requests: int = 8
     speculative_recent_tokens: int = 60
+    mtp_tokens: int = 0
     depth: int = 2
     model: Model = field(default_factory=Model)
 
@@ -119,6 +120,7 @@ class Harness:
                 speculative_tokens=setup.speculative_tokens,
                 speculative_max_requests=setup.speculative_max_requests,
                 speculative_recent_tokens=setup.speculative_recent_tokens,
+                mtp_tokens=setup.mtp_tokens,
             ),
         )
         self.executor = FakeExecutor(
@@ -131,6 +133,7 @@ class Harness:
             most_unsettled=setup.speculative_max_requests,
             window=setup.window,
             num_window_pages=setup.num_window_pages,
+            mtp_tokens=setup.mtp_tokens,
         )
         self.lookahead: Lookahead | None = None
         self.records: dict[RequestId, Record] = {}
@@ -295,6 +298,19 @@ def with_guesses(setup: Setup) -> Setup:
     know."""
     return replace(
         setup, speculative_tokens=5, speculative_max_requests=3, model=Model(vocabulary=2)
+    )
+
+
+def with_mtp(setup: Setup) -> Setup:
+    """The same with an MTP layer that guesses three tokens while few requests run."""
+    return replace(
+        setup,
+        window=None,
+        num_window_pages=0,
+        section=None,
+        mtp_tokens=3,
+        speculative_max_requests=3,
+        model=Model(vocabulary=6),
     )
 
 

@@ -4,13 +4,22 @@ get their tokens."""
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Final
 
+import pytest
+
 from minisgl_backend.request import Grammar, GrammarKind, Request, RequestId, TokenId
 from tests.fakes.executor import expected_tokens
-from tests.fakes.harness import Harness, random_setup, run_randomly, with_guesses
+from tests.fakes.harness import (
+    Harness,
+    Setup,
+    random_setup,
+    run_randomly,
+    with_guesses,
+    with_mtp,
+)
 from tests.properties.effort import examples
 
 NUM_SEEDS: Final = examples(40)
@@ -52,11 +61,14 @@ class Told:
         return self._rng.choice([len(guesses), len(guesses), self._rng.randint(0, len(guesses))])
 
 
-def test_requests_get_their_tokens_whatever_is_told_about_them() -> None:
+@pytest.mark.parametrize("changed", [with_guesses, with_mtp])
+def test_requests_get_their_tokens_whatever_is_told_about_them(
+    changed: Callable[[Setup], Setup],
+) -> None:
     num_told = num_right = 0
     for seed in range(NUM_SEEDS):
         rng = random.Random(seed)
-        harness = ToldHarness(with_guesses(random_setup(rng)))
+        harness = ToldHarness(changed(random_setup(rng)))
         harness.lookahead = told = Told(harness, random.Random(seed))
         run_randomly(harness, rng, check=True)
         num_told += told.num_told

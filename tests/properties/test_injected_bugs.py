@@ -30,9 +30,17 @@ from minisgl_backend.scheduling.lifecycle import Lifecycle
 from minisgl_backend.scheduling.lookahead import Lookahead
 from minisgl_backend.scheduling.report import StepResult
 from minisgl_backend.scheduling.running import RunningRows
+from minisgl_backend.scheduling.scheduler import Scheduler
 from minisgl_backend.scheduling.sequence import Phase, Sequence
 from minisgl_backend.scheduling.state_snapshots import StateSnapshots
-from tests.fakes.harness import Harness, Setup, random_setup, run_randomly, with_guesses
+from tests.fakes.harness import (
+    Harness,
+    Setup,
+    random_setup,
+    run_randomly,
+    with_guesses,
+    with_mtp,
+)
 from tests.properties.effort import examples
 
 NUM_SEEDS = examples(150)
@@ -300,6 +308,12 @@ def guessed_beside_many(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Guesser, "of_rows", of_any)
 
 
+def mtp_passes_without_pages(patch: pytest.MonkeyPatch) -> None:
+    """The MTP layer guesses for rows that have no pages for its passes."""
+    patch.setattr(Scheduler, "_reach", lambda self, row, short: 10_000)
+    patch.setattr(Scheduler, "_grow_up_to", lambda self, end, row, short, draft: None)
+
+
 def without_guards(patch: pytest.MonkeyPatch) -> None:
     """Remove the checks that refuse broken bookkeeping, so that only tokens can tell."""
 
@@ -342,7 +356,9 @@ BUGS_OF_GUESSES: dict[Inject, int] = {
     guessed_beside_many: 21,
 }
 """The same in workloads with guesses."""
-ALL_BUGS = BUGS | BUGS_OF_GUESSES
+BUGS_OF_MTP: dict[Inject, int] = {mtp_passes_without_pages: 0}
+"""The same in workloads with guesses of an MTP layer."""
+ALL_BUGS = BUGS | BUGS_OF_GUESSES | BUGS_OF_MTP
 
 
 def as_drawn(setup: Setup) -> Setup:
@@ -352,7 +368,11 @@ def as_drawn(setup: Setup) -> Setup:
 
 def noticed(inject: Inject, *, by: tuple[type[Exception], ...], check: bool) -> bool:
     """Whether a workload of some seed fails with one of the errors; others do not count."""
-    changed = with_guesses if inject in BUGS_OF_GUESSES else as_drawn
+    changed = as_drawn
+    if inject in BUGS_OF_GUESSES:
+        changed = with_guesses
+    if inject in BUGS_OF_MTP:
+        changed = with_mtp
     for seed in (ALL_BUGS[inject], *range(NUM_SEEDS)):
         rng = random.Random(seed)
         try:
@@ -365,7 +385,12 @@ def noticed(inject: Inject, *, by: tuple[type[Exception], ...], check: bool) -> 
 
 
 @pytest.mark.parametrize(
-    ("changed", "num_seeds"), [(as_drawn, NUM_SOUND_SEEDS), (with_guesses, NUM_SOUND_SEEDS // 5)]
+    ("changed", "num_seeds"),
+    [
+        (as_drawn, NUM_SOUND_SEEDS),
+        (with_guesses, NUM_SOUND_SEEDS // 5),
+        (with_mtp, NUM_SOUND_SEEDS // 2),
+    ],
 )
 def test_without_a_bug_all_workloads_pass(
     changed: Callable[[Setup], Setup], num_seeds: int

@@ -24,9 +24,11 @@ def setups(draw: st.DrawFn) -> Setup:
         num_window_pages = least + draw(st.integers(0, 8))
     longest = page_size * min(num_pages, 30 if page_size == 1 else 4)
     # what comes after a wrong guess must be finite, too, which the oracle does not know
-    is_finite, speculative_tokens = draw(st.booleans()), 0
+    is_finite, speculative_tokens, mtp_tokens = draw(st.booleans()), 0, 0
     if is_finite:
         speculative_tokens = draw(st.sampled_from([0, 1, 5, 20]))
+    if is_finite and window is None and section is None:
+        mtp_tokens = draw(st.sampled_from([0, 1, 3]))
     return Setup(
         page_size=page_size,
         num_pages=num_pages,
@@ -46,6 +48,7 @@ def setups(draw: st.DrawFn) -> Setup:
         speculative_tokens=speculative_tokens,
         speculative_max_requests=draw(st.sampled_from([8, 2])),
         speculative_recent_tokens=draw(st.sampled_from([60, 0])),
+        mtp_tokens=mtp_tokens,
         depth=draw(st.sampled_from([2, 1, 3])),
         model=Model(
             vocabulary=draw(st.sampled_from([50, 5, 2])),

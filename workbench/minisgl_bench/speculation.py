@@ -1,9 +1,10 @@
 """`minisgl bench speculation`: what a step that checks guesses costs, beside a plain decode step.
 
-A bias forces one token, which prompts end with, so that all guesses are right and each step checks
-as many as it may: with recurrent states some check fewer. The same requests run in an engine that
-guesses nothing. The ratio of the two durations is the number of tokens that a check must give on
-average to save time.
+A bias forces one token, which prompts end with, so that all guesses that are looked up are right and
+each step checks as many as it may: with recurrent states some check fewer. Those of an MTP layer,
+which does not know of the bias, are wrong, and as many are checked. The same requests run in an
+engine that guesses nothing. The ratio of the two durations is the number of tokens that a check
+must give on average to save time.
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ _BATCHES: Final = (1, 2, 4, 8)
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """The mean duration of steps, and the mean number of tokens that one gives each request."""
+    """The mean duration of steps, and the mean number of tokens that one computes of a request."""
 
     ms: float
     num_tokens: float
 
 
 def steps(engine: Engine, batch: int, *, prompt_tokens: int, output_tokens: int) -> Steps:
-    """The steps of ``batch`` requests once all have their first token. Each step gives each of them
-    one token and as many guesses."""
+    """The steps of ``batch`` requests once all have their first token. Each gives each of them one
+    token and those that were guessed right."""
     rng = np.random.default_rng()  # no prompt may be in the prefix cache
     num_ids = num_drawn_ids(engine.info.vocab_size)
     prompts = []
@@ -50,13 +51,15 @@ def steps(engine: Engine, batch: int, *, prompt_tokens: int, output_tokens: int)
         tokens = rng.integers(0, num_ids, prompt_tokens, dtype=np.int32)
         tokens[-_REPEATED:] = _TOKEN
         prompts.append(Prompt(tokens, output_tokens))
-    num_right_before = engine.stats().scheduler.num_right_guesses
+    before = engine.stats().scheduler
     sinks, _ = run_engine(engine, prompts, _FORCED)
-    num_right = engine.stats().scheduler.num_right_guesses - num_right_before
+    after = engine.stats().scheduler
+    num_right = after.num_right_guesses - before.num_right_guesses
+    num_guesses = after.num_guesses - before.num_guesses
     last = max(sinks, key=lambda sink: sink.times_s[0])
-    num_tokens = output_tokens - 1
-    num_steps = num_tokens - num_right / batch
-    return Steps(1e3 * (last.times_s[-1] - last.times_s[0]) / num_steps, num_tokens / num_steps)
+    num_steps = output_tokens - 1 - num_right / batch
+    ms = 1e3 * (last.times_s[-1] - last.times_s[0]) / num_steps
+    return Steps(ms, 1 + num_guesses / batch / num_steps)
 
 
 @click.command(cls=EngineCommand)
@@ -78,13 +81,16 @@ def speculation(
     output_tokens: int,
     json_path: Path | None,
 ) -> None:
-    """Steps that check guesses beside plain ones. Needs --speculative-tokens."""
+    """Steps that check guesses beside plain ones. Needs --speculative-tokens, or
+    --speculative-mtp-tokens."""
     batch_sizes = batch_sizes or _BATCHES
-    if not options.speculative_tokens:
-        raise click.UsageError("--speculative-tokens must be above 0")
+    if bool(options.speculative_tokens) == bool(options.speculative_mtp_tokens):
+        raise click.UsageError(
+            "one of --speculative-tokens and --speculative-mtp-tokens must be above 0"
+        )
     if max(batch_sizes) > options.speculative_max_requests:
         raise click.UsageError("--batch-size is at most --speculative-max-requests")
-    of_step = 1 + options.speculative_tokens
+    of_step = 1 + options.most_guessed
     if output_tokens <= of_step:
         raise click.UsageError(f"--output-tokens must be above {of_step}, for a whole check")
     output_tokens = 1 + (output_tokens - 1) // of_step * of_step
@@ -98,13 +104,13 @@ def speculation(
                 steps(engine, batch, **lengths)
             return engine.info, [steps(engine, batch, **lengths) for batch in batch_sizes]
 
-    _, plain = measured(replace(options, speculative_tokens=0))
+    _, plain = measured(replace(options, speculative_tokens=0, speculative_mtp_tokens=0))
     info, checks = measured(options)
     report = Report("steps that check guesses", info=engine_facts(info, options))
     for batch, alone, check in zip(batch_sizes, plain, checks, strict=True):
         report.add(
             batch=batch,
-            guesses=options.speculative_tokens,
+            guesses=options.most_guessed,
             plain_ms=round(alone.ms, 3),
             check_ms=round(check.ms, 3),
             tokens_to_save_time=round(check.ms / alone.ms, 2),
@@ -115,7 +121,7 @@ def speculation(
 
 def _check_budget(options: EngineOptions, batch: int) -> None:
     """Refuse what would leave a step no room for all guesses of ``batch`` requests."""
-    least = 2 * batch * (1 + options.speculative_tokens)
+    least = 2 * batch * (1 + options.most_guessed)
     if least > options.max_prefill_tokens:
         raise click.UsageError(
             f"--max-prefill-tokens must be at least {least}, so that a step checks all guesses"

@@ -37,6 +37,7 @@ def make(
     speculative_tokens: int = 0,
     speculative_max_requests: int = 8,
     speculative_recent_tokens: int = 0,
+    mtp_tokens: int = 0,
     section: int | None = None,
     num_snapshots: int | None = None,
 ) -> Scheduler:
@@ -49,6 +50,7 @@ def make(
         speculative_tokens=speculative_tokens,
         speculative_max_requests=speculative_max_requests,
         speculative_recent_tokens=speculative_recent_tokens,
+        mtp_tokens=mtp_tokens,
         section=section,
         has_states=num_snapshots is not None,
     )
@@ -84,16 +86,26 @@ def planned(scheduler: Scheduler) -> StepPlan:
     return plan
 
 
-def commit(scheduler: Scheduler, plan: StepPlan, token: int | Seq[int] = 5) -> StepResult:
+def commit(
+    scheduler: Scheduler,
+    plan: StepPlan,
+    token: int | Seq[int] = 5,
+    mtp_guesses: Seq[Seq[int]] = (),
+) -> StepResult:
+    """``mtp_guesses``: those of each of the plan's ``mtp_rows``."""
     count = len(plan.sample_rows)
     ids = [token] * count if isinstance(token, int) else list(token)
-    result = scheduler.commit(plan, SampledTokens(np.array(ids, dtype=np.int32)))
+    guesses = np.array(mtp_guesses, dtype=np.int32)
+    tokens = SampledTokens(np.array(ids, dtype=np.int32), mtp_guesses=guesses)
+    result = scheduler.commit(plan, tokens)
     scheduler.check()
     return result
 
 
-def step(scheduler: Scheduler, token: int | Seq[int] = 5) -> StepResult:
-    return commit(scheduler, planned(scheduler), token)
+def step(
+    scheduler: Scheduler, token: int | Seq[int] = 5, mtp_guesses: Seq[Seq[int]] = ()
+) -> StepResult:
+    return commit(scheduler, planned(scheduler), token, mtp_guesses)
 
 
 def chunks(plan: StepPlan) -> list[tuple[int, int, int, bool]]:

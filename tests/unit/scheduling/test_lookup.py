@@ -135,3 +135,15 @@ def test_drawn_texts_against_a_plain_search() -> None:
                 best, at = length, end
         expected = [] if at < 0 else [text[at + 1 + i % (len(text) - at - 1)] for i in range(5)]
         assert guesses_at(tokens, 5).tolist() == expected
+
+
+@pytest.mark.parametrize(("least", "expected"), [(3, [4]), (4, [5]), (5, [])])
+def test_as_many_of_the_last_tokens_as_asked_must_have_stood_together(
+    least: int, expected: list[int]
+) -> None:
+    """Three in the text itself, or four in an answer."""
+    text = ints(1, 2, 3, 4, 9, 9, 0, 1, 2, 3)
+    answers = RecentAnswers(50)
+    if least > 3:
+        answers.add(ints(0, 1, 2, 3, 5), "")
+    assert guesses_at(text, 1, answers, least=least).tolist() == expected

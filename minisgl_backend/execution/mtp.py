@@ -1,0 +1,128 @@
+"""Guesses of the model's MTP layer at the tokens after those that a step has sampled.
+
+The layer goes over all tokens of each step, behind the model's own layers, once their next tokens
+are known (``follow_...``). So its keys and values are as complete as the model's, and are cached
+with them. Its state of a row's last sample that counts is kept. From it, ``guess`` makes the first
+guess; each other takes one more pass of the layer, at the position after, whose keys and values a
+later step overwrites with those of the token that is sampled there.
+
+Multi-token prediction (DeepSeek-V3, arXiv 2412.19437), with one layer for all guesses. The best
+token is guessed, whatever the row's sampling parameters are. Must not know plans, or what becomes
+of guesses.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minisgl_backend.device.base import Device, Graph
+from minisgl_backend.execution.capture import capture
+from minisgl_backend.execution.flat_batch import FlatBatch
+from minisgl_backend.execution.forward import ForwardPass
+from minisgl_backend.kernels.rows import DecodeInputs, RowTable
+from minisgl_backend.kernels.sampling_table import Samples
+from minisgl_backend.models.decoder import Decoder
+from minisgl_backend.progress import Progress
+from minisgl_backend.request import IntArray
+
+
+class MTPGuesses:
+    """``num_guesses`` for each of the rows that are asked for. Used only in submitted work."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        forward: ForwardPass,
+        table: RowTable,
+        device: Device,
+        num_guesses: int,
+    ) -> None:
+        self._model = model
+        self._forward = forward
+        self._table = table
+        self._device = device
+        self._num_guesses = num_guesses
+        shape = len(table.tokens), model.spec.hidden_size
+        self._states = torch.zeros(shape, dtype=model.dtype, device=device.torch_device)
+        """The layer's states of the samples that the row table has the tokens of."""
+        self._rows = torch.empty(0, dtype=torch.int32, device=device.torch_device)
+        """The rows that graphs read."""
+        self._graphs: dict[int, Graph[Tensor]] = {}
+
+    def follow_batch(
+        self, batch: FlatBatch, hidden: Tensor, samples: Samples, indices: Tensor, sampled: Tensor
+    ) -> None:
+        """Go over the tokens of a step, from the residual stream ``hidden`` after the other layers.
+        ``indices`` [num_samples] are those of the tokens after which ``sampled`` were sampled."""
+        next_tokens = self._device.upload(batch.next_tokens)
+        next_tokens.index_copy_(0, indices.long(), sampled)
+        states = self._forward.mtp_over_batch(batch, hidden, next_tokens.clamp_(min=0))
+        self._keep(samples.rows, samples.positions, states.index_select(0, indices))
+
+    def follow_decodes(self, inputs: DecodeInputs, hidden: Tensor, sampled: Tensor) -> None:
+        """The same for a decode step to be captured."""
+        states = self._forward.mtp_over_decodes(inputs, hidden, sampled.clamp(min=0))
+        self._keep(inputs.rows, inputs.lengths, states)
+
+    def _keep(self, rows: Tensor, positions: Tensor, states: Tensor) -> None:
+        """Keep the states of samples at these positions, if they are the last that count."""
+        table = self._table
+        is_last = table.lengths.index_select(0, rows) == positions
+        to = torch.where(is_last, rows, table.dummy_row).long()
+        self._states.index_copy_(0, to, states)
+
+    def guess(self, rows: IntArray) -> Tensor:
+        """Guesses at the tokens after the last one of each of ``rows``, int32 [num_rows,
+        num_guesses] on the device until the next call."""
+        sizes = sorted(self._graphs)
+        at = bisect.bisect_left(sizes, len(rows))
+        if at == len(sizes):
+            return self._guessed(self._device.upload(rows))
+        padded = np.full(sizes[at], self._table.dummy_row, np.int32)
+        padded[: len(rows)] = rows
+        self._device.overwrite(self._rows[: len(padded)], padded)
+        graph = self._graphs[sizes[at]]
+        graph.replay()
+        return graph.output[: len(rows)]
+
+    def compile(self) -> None:
+        """Compile the kernels, by guesses for the dummy row."""
+        self.guess(np.array([self._table.dummy_row], np.int32))
+
+    def capture(self, sizes: Sequence[int], progress: Progress) -> None:
+        """Capture graphs for these numbers of rows."""
+        device, most = self._device, max(sizes)
+        self._rows = torch.full(
+            (most,), self._table.dummy_row, dtype=torch.int32, device=device.torch_device
+        )
+        self._graphs = capture(
+            device,
+            "number of rows, guesses of the MTP layer",
+            sizes,
+            lambda size: self._guessed(self._rows[:size]),
+            prepare=lambda size: None,
+            option="speculative_max_requests",
+            progress=progress,
+        ).graphs
+
+    def close(self) -> None:
+        """Destroy the graphs."""
+        self._graphs.clear()
+
+    def _guessed(self, rows: Tensor) -> Tensor:
+        positions = self._table.lengths.index_select(0, rows)  # of the tokens sampled last
+        states = self._states.index_select(0, rows)  # [num_rows, hidden_size]
+        guesses = [self._best(states)]
+        for passed in range(self._num_guesses - 1):
+            states = self._forward.mtp_over_rows(rows, positions + passed, states, guesses[-1])
+            guesses.append(self._best(states))
+        return torch.stack(guesses, dim=1)
+
+    def _best(self, states: Tensor) -> Tensor:
+        """The best tokens by the states, int32 [num_rows]."""
+        return self._model.mtp_logits(states).argmax(dim=-1).int()

@@ -167,8 +167,14 @@ def _format_of(
         module, _, kind = weight.rpartition(".")
         theirs.setdefault(module, stored.stored.name.removesuffix(f".{kind}"))
 
+    def names_there(name: str) -> tuple[str, str]:
+        """What tools may call a module that the checkpoint does not hold."""
+        names = spec.names
+        spelled = names.in_checkpoint(f"{name}.weight", prefix=None).removesuffix(".weight")
+        return names.merged_module(name), spelled
+
     def format_of(name: str) -> WeightFormat | None:
-        form = weights.of(name, theirs.get(name, spec.names.merged_module(name)))
+        form = weights.of(name, *([theirs[name]] if name in theirs else names_there(name)))
         if form is None or form.layout is Layout.CONVERTED:
             return form
         header = headers.get(f"{name}.weight")

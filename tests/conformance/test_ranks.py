@@ -11,23 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from minisgl_backend.attention.base import AttentionSetting, Chunks
-from minisgl_backend.attention.choose import choose_attention
 from minisgl_backend.config import EngineOptions
-from minisgl_backend.execution.states import StateStorage
-from minisgl_backend.execution.storage import KVStorage
-from minisgl_backend.kernels.delta_runs import Run, Runs
-from minisgl_backend.kernels.paged_kv import PagedKV
 from minisgl_backend.model_check import checked_spec
-from minisgl_backend.models.build import build_model
-from minisgl_backend.models.token_mixing import RecurrentRows
 from minisgl_backend.parallel.group import Group, OneRank
 from tests.conformance.checkpoints import CASES, write_checkpoint
+from tests.conformance.prompt_on_rank import PromptOnRank
 from tests.conformance.quantized_checkpoints import write_quantized
 from tests.parallel.threads import on_ranks
-
-CPU = torch.device("cpu")
-PAGE_SIZE = 16
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -164,65 +154,10 @@ def logits_of_prompt(
     """Logits of every position of one prompt on a rank of the group; ``quantization`` and
     ``expert_parallel`` are as in the options."""
     spec = checked_spec(EngineOptions(quantization=quantization), folder, None)
-    shape = spec.attention_shape(group.size)
-    model = build_model(
-        spec,
-        folder,
-        dtype=torch.float32,
-        device=CPU,
-        group=group,
-        max_sequence_length=64,
-        whole_experts=expert_parallel,
-    )
-    length = 40
-    setting = AttentionSetting(
-        shape=shape,
-        page_size=PAGE_SIZE,
-        max_sequence_length=64,
-        dtype=torch.float32,
-        kv_dtype=torch.float32,
-        max_batch_size=1,
-        max_captured_batch_size=0,
-        device=CPU,
-    )
-    kv = KVStorage(shape, num_pages=4, page_size=PAGE_SIZE, dtype=torch.float32, device=CPU)
-    model.bind_pages(kv.layers)
-    recurrent = None
-    if (delta := spec.recurrent) is not None:
-        states = StateStorage(
-            delta.of_rank(group.size),
-            num_rows=1,
-            num_snapshots=0,
-            dtype=torch.float32,
-            state_dtype=torch.float32,
-            device=CPU,
-        )
-        model.bind_states(states.layers)
-        runs = Runs.of([Run(0, length, 0, position=0)], torch.from_numpy)
-        recurrent = RecurrentRows(torch.empty(0, dtype=torch.int64), runs)
-    offsets, ends = np.array([0, length], np.int32), np.array([length], np.int32)
-    attend_chunks = choose_attention(None, setting).prefill.plan_chunks(
-        Chunks(
-            rows=torch.zeros(1, dtype=torch.int32),
-            offsets=torch.from_numpy(offsets),
-            ends=torch.from_numpy(ends),
-            page_table=torch.arange(4, dtype=torch.int32)[None],
-            max_length=length,
-            max_end=length,
-            host_offsets=offsets,
-            host_ends=ends,
-        )
-    )
-
-    def attend(q: Tensor, pages: PagedKV, layer: int) -> Tensor:
-        out = q.new_empty(*q.shape[:2], pages.values.shape[-1])
-        attend_chunks(out, q, pages, layer)
-        return out
-
-    tokens = torch.from_numpy(np.random.default_rng(0).integers(0, spec.vocab_size, length))
+    prompt = PromptOnRank.load(spec, folder, group, whole_experts=expert_parallel)
+    tokens = torch.from_numpy(np.random.default_rng(0).integers(0, spec.vocab_size, 40))
     with torch.inference_mode():
-        places = torch.arange(length)
-        return model.logits(model(tokens, places, places, attend, recurrent))
+        return prompt.model.logits(prompt.residual(tokens))
 
 
 def _drop_last_token(folder: Path) -> None:

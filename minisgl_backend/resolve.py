@@ -56,7 +56,8 @@ class Resolved:
     @property
     def weights_per_layer(self) -> int:
         """The rank's weights that a token is multiplied by in a layer, on average."""
-        return self.spec.num_active_parameters // self.spec.num_layers // self.place.size
+        num_layers = len(self.spec.all_layers)
+        return self.spec.num_active_parameters // num_layers // self.place.size
 
 
 def resolve(options: EngineOptions, place: RankPlace) -> Resolved:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
 import pytest
 
 from minisgl_backend.request import IntArray, SamplingParams

@@ -1,9 +1,9 @@
 """`minisgl bench speculation`: what a step that checks guesses costs, beside a plain decode step.
 
-A bias forces one token, which prompts end with, so that all guesses that are looked up are right and
-each step checks as many as it may: with recurrent states some check fewer. Those of an MTP layer,
-which does not know of the bias, are wrong, and as many are checked. The same requests run in an
-engine that guesses nothing. The ratio of the two durations is the number of tokens that a check
+A bias forces one token, which prompts end with, so that all guesses that are looked up are right,
+and each step checks as many as it may: with recurrent states some check fewer. Those of an MTP
+layer, which does not know of the bias, are wrong, and as many are checked. The same requests run in
+an engine that guesses nothing. The ratio of the two durations is the number of tokens that a check
 must give on average to save time.
 """
 

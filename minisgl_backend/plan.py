@@ -42,6 +42,11 @@ NO_TOKEN: Final = -1
 LAST_TOKEN: Final = -1
 """In place of a token to compute: the last one that the row sampled, which the device knows."""
 
+MTP_GUESS: Final = -2
+"""In place of a token to compute: the first guess of the MTP layer at what follows the token that
+the row sampled last, which the device knows. The guess after it is this number less 1, and so on:
+-1 - k stands for the k-th token after the last."""
+
 TO_SAMPLE: Final = -1
 """In place of the token after a chunk: it is sampled after the chunk."""
 
@@ -169,7 +174,7 @@ class Checks:
     int32[num_checks]: positions start .. start + length - 1 of a row.
 
     ``tokens`` [sum of lengths] holds their tokens, check after check: the row's last token, and
-    then the guesses. A token is sampled after each of them; those up to the first that is not what
+    then the guesses, each a token id or one of ``MTP_GUESS`` and below. A token is sampled after each of them; those up to the first that is not what
     was guessed count, and the row goes on from the last of these.
 
     A recurrent state cannot go back to before a wrong guess. So a step with guesses leaves the
@@ -304,8 +309,9 @@ class StepPlan:
     ``groups``: rows of ``decodes`` whose shared pages are worth reading together. Results do not
     depend on them.
     ``mtp_rows``: rows that get a token and whose next tokens the model's MTP layer then guesses,
-    each once. They have pages for all positions that this may take: ``speculative_mtp_tokens`` - 1
-    after those of the step.
+    each once, in the order of ``sample_rows``. They have pages for all positions that this may
+    take: ``speculative_mtp_tokens`` - 1 after those of the step. The guesses stay on the device for
+    the row's next check, unless the row is also in ``masked_rows`` (``told_rows``).
     ``masked_rows``: the rows that get a token and whose request has a grammar, each once, in the
     order of ``sample_rows``. If there are any, the step waits for the masks of their samples before
     it samples (``Pending.mask``).
@@ -345,6 +351,11 @@ class StepPlan:
         """The positions of these tokens."""
         of_chunks = self.chunks.ends[self.chunks.sampled]
         return np.concatenate([self.checks.positions + 1, of_chunks, self.decodes.positions + 1])
+
+    @property
+    def told_rows(self) -> IntArray:
+        """Those of ``mtp_rows`` for which the planner must know the guesses, int32[n]."""
+        return self.mtp_rows[np.isin(self.mtp_rows, self.masked_rows)]
 
     @property
     def groups_by_index(self) -> Groups:
@@ -418,8 +429,9 @@ class SampledTokens:
     one for each token of a row that asked for logprobs, and for each row whose prompt is embedded
     and ends in this step.
     ``prompt_logprobs`` has one element for each of the plan's ``scores``, in their order.
-    ``mtp_guesses``, int32[num_mtp_rows, speculative_mtp_tokens], are guesses at the tokens after
-    the last one that the step has sampled for each of the plan's ``mtp_rows``.
+    ``mtp_guesses``, int32[num_told_rows, speculative_mtp_tokens], are guesses at the tokens after
+    the last one that the step has sampled for each of the plan's ``told_rows``. ``checked`` are the
+    tokens of the plan's checks, if there are some that the plan left to the device, int32[n].
     """
 
     token_ids: IntArray
@@ -427,9 +439,10 @@ class SampledTokens:
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     embeddings: Mapping[int, FloatArray] = field(default_factory=dict)
     mtp_guesses: IntArray = field(default_factory=_none)
+    checked: IntArray | None = None
 
     def at(self, indices: IntArray) -> SampledTokens:
-        """The samples at ``indices``, without ``prompt_logprobs`` and ``mtp_guesses``."""
+        """The samples at ``indices``, and what belongs to them."""
         return SampledTokens(
             self.token_ids[indices],
             _renumbered(self.logprobs, indices),

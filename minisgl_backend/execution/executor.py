@@ -28,6 +28,7 @@ from minisgl_backend.execution.embeddings import Embeddings
 from minisgl_backend.execution.flat_batch import FlatBatch
 from minisgl_backend.execution.graph_sizes import batch_sizes
 from minisgl_backend.execution.launched import HostOutput, LaunchedStep, MaskedStep
+from minisgl_backend.execution.mtp import GuessesOnHost
 from minisgl_backend.execution.prompt_logprobs import ScoredChunks
 from minisgl_backend.execution.sampling import StepOutput
 from minisgl_backend.execution.stages import ExecutorLimits, Stages, WatchLogits
@@ -89,6 +90,7 @@ class ModelExecutor:
             )
         self._is_broken = False
         self._unmasked: MaskedStep | None = None
+        self._guesses = GuessesOnHost()
         self.stages = device.submit(
             lambda: Stages(
                 model,
@@ -110,11 +112,22 @@ class ModelExecutor:
             raise InvariantError("a step is launched while the one before it waits for masks")
         self._unmasked = None
         loaded = [] if self._adapters is None else self._adapters.held(plan.adapters)
+        checked = self._guesses.checked(plan.checks)
+        guess = partial(self._guess, plan.mtp_rows) if len(plan.mtp_rows) else None
         if len(plan.masked_rows):
-            step = MaskedStep(lambda: self._begin(plan, loaded), self.stages.sampler, self._submit)
-            self._unmasked = step
-            return step
-        return LaunchedStep(self._submit(lambda: self._begin(plan, loaded)()))
+            self._unmasked = MaskedStep(
+                lambda: self._begin(plan, loaded),
+                self.stages.sampler,
+                self._submit,
+                checked=checked,
+                guess=guess,
+                told=np.flatnonzero(np.isin(plan.mtp_rows, plan.told_rows)),
+            )
+            return self._unmasked
+        step = LaunchedStep(self._submit(lambda: self._begin(plan, loaded)()), checked)
+        if guess is not None:
+            guess()
+        return step
 
     def renew(self) -> None:
         """Run steps again after one that broke. ``ranks`` calls this on all ranks together."""
@@ -199,6 +212,15 @@ class ModelExecutor:
         score = partial(stages.scorer.scored, hidden, plan.scores, plan.chunks, offsets)
         return partial(self._finish, plan, sample, score, embedded)
 
+    def _guess(self, rows: IntArray) -> Submission[Tensor]:
+        """Queue the MTP layer's guesses for ``rows``, by themselves: the planner goes on with what
+        was sampled while they are made."""
+        mtp = self.stages.mtp
+        assert mtp is not None
+        guesses = self._submit(lambda: self.device.download(mtp.guess(rows)))
+        self._guesses.put(rows, guesses)
+        return guesses
+
     def _write(self, plan: StepPlan, loaded: list[Tensor]) -> None:
         """Queue everything that a plan does before anything is computed, except grants and what
         it does to states."""
@@ -248,12 +270,8 @@ class ModelExecutor:
         score: Callable[[], ScoredChunks | None] | None = None,
         embedded: Embeddings | None = None,
     ) -> HostOutput:
-        """Queue sampling and guesses, then the scores of prompts, then copies of all results to
-        the host."""
-        output, rows, scored, guesses = sample(), plan.sample_rows, None, None
-        if len(plan.mtp_rows):
-            assert self.stages.mtp is not None
-            guesses = self.device.download(self.stages.mtp.guess(plan.mtp_rows))
+        """Queue sampling, then the scores of prompts, then copies of all results to the host."""
+        output, rows, scored = sample(), plan.sample_rows, None
         if score is not None:
             with self.stages.mark("prompt logprobs"):
                 found = score()
@@ -263,7 +281,6 @@ class ModelExecutor:
             self.stages.sampler.logprobs(output, rows),
             scored,
             None if embedded is None else embedded.download(self.device),
-            guesses,
         )
 
     def _graphs_for(self, rows: IntArray | HostArray) -> StepGraphs:

@@ -13,7 +13,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from minisgl_backend.attention.base import Attend, Chunks, DecodeRows, PagedAttention
@@ -29,7 +28,6 @@ from minisgl_backend.kernels.delta_runs import Runs
 from minisgl_backend.kernels.rows import DecodeInputs
 from minisgl_backend.models.decoder import Decoder
 from minisgl_backend.models.token_mixing import RecurrentRows
-from minisgl_backend.plan import LAST_TOKEN
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -108,6 +106,9 @@ class ForwardPass:
         slots = rows.slots(token_rows, indices, offsets)  # [num_tokens]
         window_slots = rows.window_slots(token_rows, indices, offsets)
         tokens = upload(batch.tokens)  # int32 [num_tokens]
+        if num_own := num_decodes + int(batch.check_lengths.sum()):
+            own = tokens[:num_own]
+            own.copy_(rows.table.resolved(token_rows[:num_own], own))
         chunks = decodes = None
         if len(batch.chunk_rows):
             chunks = Chunks(
@@ -122,9 +123,6 @@ class ForwardPass:
                 host_ends=batch.chunk_ends,
             )
         if num_decodes:
-            known = rows.table.tokens.index_select(0, token_rows[:num_decodes])
-            given = tokens[:num_decodes]
-            torch.where(given == LAST_TOKEN, known, given, out=given)
             lengths = (batch.positions[:num_decodes] + 1).astype(np.int32)
             decodes = DecodeRows(
                 rows=upload(batch.rows[:num_decodes].astype(np.int32)),
@@ -150,7 +148,7 @@ class ForwardPass:
         adapter, if any uses one; ``runs``: the chunks, if the model has recurrent layers; and
         ``checks``: those of the decoding rows, if it has, and these have guesses."""
         table, rows, positions = self._rows.table, inputs.rows.long(), inputs.positions
-        tokens = torch.where(inputs.tokens == LAST_TOKEN, table.tokens[rows], inputs.tokens)
+        tokens = table.resolved(rows, inputs.tokens)
         page_size = self._rows.page_size
         indices = (positions // page_size).long()
         slots = self._rows.slots(rows, indices, positions % page_size)

@@ -7,8 +7,8 @@ once the masks of its rows are written. Must not know pages, or how a step compu
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeAlias, TypeVar
 
 from torch import Tensor
 
@@ -23,26 +23,28 @@ from minisgl_backend.request import EMPTY, IntArray
 
 T = TypeVar("T")
 
+Checked: TypeAlias = Callable[[], IntArray]
+"""Returns the tokens of a step's checks, int32 [num_tokens], once the device has run the step."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostOutput:
-    """All results of a step, on the host; ``tokens`` int32 [num_samples]; ``mtp_guesses`` int32
-    [num_mtp_rows, mtp_tokens]."""
+    """All results of a step, on the host; ``tokens`` int32 [num_samples]."""
 
     tokens: Tensor
     logprobs: RawLogprobs | None
     scored: ScoredChunks | None
     embedded: Embeddings | None
-    mtp_guesses: Tensor | None = None
 
-    def sampled(self) -> SampledTokens:
-        """The results; valid once the device has run the step and the copies."""
+    def sampled(self, checked: Checked | None) -> SampledTokens:
+        """The results; valid once the device has run the step and the copies. ``checked`` returns
+        the tokens of checks, if the plan has not all of them."""
         token_ids = self.tokens.numpy()
         logprobs = self.logprobs.by_sample(token_ids) if self.logprobs else {}
         scored = self.scored.by_chunk() if self.scored else ()
         embeddings = self.embedded.by_sample() if self.embedded else {}
-        guesses = EMPTY if self.mtp_guesses is None else self.mtp_guesses.numpy()
-        return SampledTokens(token_ids, logprobs, scored, embeddings, guesses)
+        tokens = None if checked is None else checked()
+        return SampledTokens(token_ids, logprobs, scored, embeddings, checked=tokens)
 
 
 class Submit(Protocol):
@@ -54,8 +56,10 @@ class Submit(Protocol):
 class LaunchedStep:
     """A step in the queue (``Pending``)."""
 
-    def __init__(self, submission: Submission[HostOutput]):
+    def __init__(self, submission: Submission[HostOutput], checked: Checked | None = None):
+        """``checked``: see ``HostOutput.sampled``."""
         self._submission = submission
+        self._checked = checked
 
     def masks(self, num_masks: int) -> IntArray:
         raise InvariantError("a step without masked rows is given masks")
@@ -64,7 +68,7 @@ class LaunchedStep:
         raise InvariantError("a step without masked rows is given masks")
 
     def tokens(self) -> SampledTokens:
-        return self._submission.result().sampled()
+        return self._submission.result().sampled(self._checked)
 
 
 class MaskedStep:
@@ -75,10 +79,19 @@ class MaskedStep:
         begin: Callable[[], Callable[[], HostOutput]],
         sampler: Sampler,
         submit: Submit,
+        *,
+        checked: Checked | None = None,
+        guess: Callable[[], Submission[Tensor]] | None = None,
+        told: IntArray = EMPTY,
     ):
-        """``begin`` queues the first part, and returns a function that queues the rest."""
+        """``begin`` queues the first part, and returns a function that queues the rest. Then
+        ``guess`` queues the MTP layer's guesses, int32 [num_guesses, num_rows], of which the
+        columns ``told`` are told to the planner. ``checked``: see ``HostOutput.sampled``."""
         self._sampler = sampler
         self._submit = submit
+        self._checked = checked
+        self._guess, self._told = guess, told
+        self._guesses: Submission[Tensor] | None = None
         self._finish: Callable[[], HostOutput] | None = None
 
         def first() -> None:
@@ -103,10 +116,15 @@ class MaskedStep:
             return self._finish()
 
         self._sampled = self._submit(rest)
+        if self._guess is not None:
+            self._guesses = self._guess()
 
     def tokens(self) -> SampledTokens:
         if self._sampled is None:
             self.mask(EMPTY)
         assert self._sampled is not None
         self._begun.result()  # raises what broke it
-        return self._sampled.result().sampled()
+        sampled = self._sampled.result().sampled(self._checked)
+        if self._guesses is None or not len(self._told):
+            return sampled
+        return replace(sampled, mtp_guesses=self._guesses.result().numpy()[:, self._told].T)

@@ -4,50 +4,76 @@ The layer goes over all tokens of each step, behind the model's own layers, once
 are known (``follow_...``). So its keys and values are as complete as the model's, and are cached
 with them. Its state of a row's last sample that counts is kept. From it, ``guess`` makes the first
 guess; each other takes one more pass of the layer, at the position after, whose keys and values a
-later step overwrites with those of the token that is sampled there.
+later step overwrites with those of the token that is sampled there. Guesses are kept in the row
+table for the row's next step.
 
 Multi-token prediction (DeepSeek-V3, arXiv 2412.19437), with one layer for all guesses. The best
-token is guessed, whatever the row's sampling parameters are. Must not know plans, or what becomes
-of guesses.
+token is guessed, whatever the row's sampling parameters are. Must not know what becomes of guesses.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from minisgl_backend.device.base import Device, Graph
+from minisgl_backend.device.base import Device, Graph, Submission
 from minisgl_backend.execution.capture import capture
 from minisgl_backend.execution.flat_batch import FlatBatch
 from minisgl_backend.execution.forward import ForwardPass
 from minisgl_backend.kernels.rows import DecodeInputs, RowTable
 from minisgl_backend.kernels.sampling_table import Samples
 from minisgl_backend.models.decoder import Decoder
+from minisgl_backend.plan import MTP_GUESS, Checks
 from minisgl_backend.progress import Progress
 from minisgl_backend.request import IntArray
 
 
+class GuessesOnHost:
+    """The guesses for each row that were made last, once they are on the host.
+
+    A plan names guesses by numbers below ``LAST_TOKEN``, since it is made before they are known.
+    """
+
+    def __init__(self) -> None:
+        self._of_rows: dict[int, tuple[Submission[Tensor], int]] = {}
+
+    def put(self, rows: IntArray, guesses: Submission[Tensor]) -> None:
+        """Take the guesses for ``rows``, int32 [num_guesses, num_rows]."""
+        self._of_rows |= {row: (guesses, index) for index, row in enumerate(rows.tolist())}
+
+    def checked(self, checks: Checks) -> Callable[[], IntArray] | None:
+        """A function that returns the tokens of ``checks`` once these are computed; None if the
+        plan has all of them."""
+        at = np.flatnonzero(checks.tokens <= MTP_GUESS)
+        if not len(at):
+            return None
+        of_rows = [self._of_rows[row] for row in checks.token_rows[at].tolist()]
+
+        def tokens() -> IntArray:
+            found = checks.tokens.copy()
+            values = {guesses: guesses.result().numpy() for guesses, _ in of_rows}
+            for index, (guesses, column) in zip(at.tolist(), of_rows, strict=True):
+                found[index] = values[guesses][MTP_GUESS - found[index], column]
+            return found
+
+        return tokens
+
+
 class MTPGuesses:
-    """``num_guesses`` for each of the rows that are asked for. Used only in submitted work."""
+    """The layer's work on a device, used only in submitted work."""
 
     def __init__(
-        self,
-        model: Decoder,
-        forward: ForwardPass,
-        table: RowTable,
-        device: Device,
-        num_guesses: int,
+        self, model: Decoder, forward: ForwardPass, table: RowTable, device: Device
     ) -> None:
         self._model = model
         self._forward = forward
         self._table = table
         self._device = device
-        self._num_guesses = num_guesses
-        shape = len(table.tokens), model.spec.hidden_size
+        shape = len(table.lengths), model.spec.hidden_size
         self._states = torch.zeros(shape, dtype=model.dtype, device=device.torch_device)
         """The layer's states of the samples that the row table has the tokens of."""
         self._rows = torch.empty(0, dtype=torch.int32, device=device.torch_device)
@@ -77,8 +103,8 @@ class MTPGuesses:
         self._states.index_copy_(0, to, states)
 
     def guess(self, rows: IntArray) -> Tensor:
-        """Guesses at the tokens after the last one of each of ``rows``, int32 [num_rows,
-        num_guesses] on the device until the next call."""
+        """Guess the tokens after the last one of each of ``rows``, as many as the row table has
+        room for. Returns them, too, int32 [num_guesses, num_rows], until the next call."""
         sizes = sorted(self._graphs)
         at = bisect.bisect_left(sizes, len(rows))
         if at == len(sizes):
@@ -88,7 +114,7 @@ class MTPGuesses:
         self._device.overwrite(self._rows[: len(padded)], padded)
         graph = self._graphs[sizes[at]]
         graph.replay()
-        return graph.output[: len(rows)]
+        return graph.output[:, : len(rows)]
 
     def compile(self) -> None:
         """Compile the kernels, by guesses for the dummy row."""
@@ -117,11 +143,14 @@ class MTPGuesses:
     def _guessed(self, rows: Tensor) -> Tensor:
         positions = self._table.lengths.index_select(0, rows)  # of the tokens sampled last
         states = self._states.index_select(0, rows)  # [num_rows, hidden_size]
+        kept = self._table.known[1:]  # [num_guesses, num_rows of the table]
         guesses = [self._best(states)]
-        for passed in range(self._num_guesses - 1):
+        for passed in range(len(kept) - 1):
             states = self._forward.mtp_over_rows(rows, positions + passed, states, guesses[-1])
             guesses.append(self._best(states))
-        return torch.stack(guesses, dim=1)
+        found = torch.stack(guesses)
+        kept.index_copy_(1, rows.long(), found)
+        return found
 
     def _best(self, states: Tensor) -> Tensor:
         """The best tokens by the states, int32 [num_rows]."""

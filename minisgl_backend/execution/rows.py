@@ -39,9 +39,10 @@ class DeviceRows:
         vocab_size: int,
         dummy_window_page: int | None = None,
         most_guesses: int = 0,
+        mtp_tokens: int = 0,
     ):
         """``dummy_window_page`` is given if layers have window pages. ``most_guesses`` are checked
-        in a step, beside a token of each row."""
+        in a step, beside a token of each row; an MTP layer guesses ``mtp_tokens`` of a row."""
         self._device = device
         self._dummy_window_page = dummy_window_page
         self.page_size = page_size
@@ -53,6 +54,7 @@ class DeviceRows:
             device=device.torch_device,
             dummy_window_page=dummy_window_page,
             most_guesses=most_guesses,
+            mtp_tokens=mtp_tokens,
         )
 
     def admit(self, admissions: Sequence[Admission]) -> None:

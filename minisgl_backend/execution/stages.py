@@ -105,6 +105,7 @@ class Stages:
             dummy_window_page=storage.dummy_window_page,
             vocab_size=model.spec.vocab_size,
             most_guesses=limits.most_guesses,
+            mtp_tokens=limits.mtp_tokens,
         )
         table = self.rows.table
         num_rows = len(table.tokens)
@@ -116,7 +117,7 @@ class Stages:
         self.embedder = PromptEmbedder(model, device, num_rows=num_rows)
         self.mtp: MTPGuesses | None = None
         if limits.mtp_tokens:
-            self.mtp = MTPGuesses(model, self.forward, table, device, limits.mtp_tokens)
+            self.mtp = MTPGuesses(model, self.forward, table, device)
         self.mark: Callable[[str], AbstractContextManager[object]] = nullcontext
         self._watch_logits = watch_logits
         self._own_logits = self._empty_logits(model.head.share)
@@ -159,8 +160,9 @@ class Stages:
         hidden_size] is the residual stream after the layers."""
         rows, at = batch.sample_rows, batch.sample_indices
         numbers = np.array([at, rows, batch.sample_positions, batch.tokens[at]], np.int32)
-        indices, *of_samples = self.device.upload(numbers)
-        samples, follow = Samples(*of_samples), None
+        indices, sample_rows, positions, previous = self.device.upload(numbers)
+        previous = self.rows.table.resolved(sample_rows, previous)
+        samples, follow = Samples(sample_rows, positions, previous), None
         if self.mtp is not None:
             follow = partial(self.mtp.follow_batch, batch, hidden, samples, indices)
         if not len(rows):

@@ -24,13 +24,15 @@ from minisgl_backend.plan import LAST_TOKEN
 class RowTable:
     """The state of all rows; tensors [num_rows + 1], of which the last is the dummy row.
 
-    ``tokens`` int32: the token that was sampled last and is not computed yet. ``lengths`` int32:
-    the position of that token. ``pages`` int32 [num_rows + 1, max_pages]. ``lines`` is everything
+    ``tokens`` int32: the token that was sampled last and is not computed yet. ``known`` int32 [1 +
+    mtp_tokens, num_rows + 1] are these and the MTP layer's guesses at the tokens after it; a number
+    -1 - k in place of a token stands for known[k]. ``lengths`` int32: the position of the token
+    that was sampled last. ``pages`` int32 [num_rows + 1, max_pages]. ``lines`` is everything
     that grants may write to: the lines of ``pages`` and, if layers have window pages, then one line
     of these for each row.
     """
 
-    tokens: Tensor
+    known: Tensor
     lengths: Tensor
     lines: Tensor
     pages: Tensor
@@ -48,9 +50,11 @@ class RowTable:
         device: torch.device,
         dummy_window_page: int | None = None,
         most_guesses: int = 0,
+        mtp_tokens: int = 0,
     ) -> RowTable:
         """Greedy rows of length 0 whose pages are all the dummy page. With ``dummy_window_page``
-        they also have window pages. ``most_guesses``: see ``SamplingTable.empty``."""
+        they also have window pages. ``most_guesses``: see ``SamplingTable.empty``; ``mtp_tokens``:
+        the number of the MTP layer's guesses."""
         num_lines = (num_rows + 1) * (1 if dummy_window_page is None else 2)
         shape = (num_lines, max_pages)
         lines = torch.full(shape, dummy_page, dtype=torch.int32, device=device)
@@ -58,7 +62,7 @@ class RowTable:
         if dummy_window_page is not None:
             window_pages = lines[num_rows + 1 :].fill_(dummy_window_page)
         return cls(
-            tokens=torch.zeros(num_rows + 1, dtype=torch.int32, device=device),
+            known=torch.zeros((1 + mtp_tokens, num_rows + 1), dtype=torch.int32, device=device),
             lengths=torch.zeros(num_rows + 1, dtype=torch.int32, device=device),
             lines=lines,
             pages=lines[: num_rows + 1],
@@ -67,8 +71,18 @@ class RowTable:
         )
 
     @property
+    def tokens(self) -> Tensor:
+        return self.known[0]
+
+    @property
     def dummy_row(self) -> int:
-        return len(self.tokens) - 1
+        return len(self.lengths) - 1
+
+    def resolved(self, rows: Tensor, tokens: Tensor) -> Tensor:
+        """``tokens`` of ``rows``, int32 [num_tokens] each, with those in place that the table
+        has."""
+        known = self.known[(-1 - tokens).clamp_(min=0), rows]
+        return torch.where(tokens < 0, known, tokens)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,9 +92,9 @@ class StepInputs:
         num_grants | rows | tokens | positions | (line, index, page) of each grant
 
     ``rows``, ``tokens`` and ``positions`` have ``max_batch`` numbers each. A row computes the token
-    at the position; or, if the token is ``LAST_TOKEN``, the one in the table. A row with guesses
-    occurs several times, next to each other, at ascending positions. A grant means
-    lines[line, index] = page.
+    at the position. A token below 0 is in the table (``RowTable.known``), and so is the position of
+    ``LAST_TOKEN``. A row with guesses occurs several times, next to each other, at ascending
+    positions. A grant means lines[line, index] = page.
     """
 
     buffer: Tensor
@@ -138,7 +152,7 @@ def begin_decode(
     launch_begin_decode(
         (inputs.tokens, inputs.positions, inputs.slots, inputs.lengths, inputs.window_slots),
         given.buffer,
-        table.tokens,
+        table.known,
         table.lengths,
         table.lines,
         max_batch=given.max_batch,
@@ -157,9 +171,8 @@ def begin_decode_reference(
         table.lines[grants[:, 0], grants[:, 1]] = grants[:, 2]
         given.buffer[0] = 0
     rows, tokens, positions = given.lines[:, : len(inputs.rows)]
-    is_last = tokens == LAST_TOKEN
-    torch.where(is_last, table.tokens[rows], tokens, out=inputs.tokens)
-    torch.where(is_last, table.lengths[rows], positions, out=inputs.positions)
+    inputs.tokens.copy_(table.resolved(rows, tokens))
+    torch.where(tokens == LAST_TOKEN, table.lengths[rows], positions, out=inputs.positions)
     torch.add(inputs.positions, 1, out=inputs.lengths)
     of_kinds = ((table.pages, inputs.slots), (table.window_pages, inputs.window_slots))
     for pages, slots in of_kinds:

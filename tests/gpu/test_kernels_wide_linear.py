@@ -11,6 +11,7 @@ from minisgl_backend.gates import Gate
 from minisgl_backend.kernels import rows, wide_linear
 from minisgl_backend.kernels.dispatch import is_interpreted
 from minisgl_backend.kernels.sampling_table import Samples
+from minisgl_backend.plan import MTP_GUESS
 from tests.gpu.compare import assert_close
 
 BATCHES = [9, 40] if is_interpreted() else [9, 16, 17, 32, 33, 64, 100, 128]
@@ -85,11 +86,12 @@ def test_state_of_rows(device: torch.device, batch: int, dummy_window_page: int 
             vocab_size=1000,
             device=device,
             dummy_window_page=dummy_window_page,
+            mtp_tokens=3,
         )
         if table.window_pages is not None:
             pages = torch.randint(0, 1000, (num_rows, max_pages), generator=generator)
             table.window_pages[:-1] = pages.int()
-        table.tokens[:-1] = torch.randint(0, 1000, (num_rows,), generator=generator).int()
+        table.known[:, :-1] = torch.randint(0, 1000, (4, num_rows), generator=generator).int()
         table.lengths[:-1] = torch.randint(0, 90, (num_rows,), generator=generator).int()
         table.sampling.column("marked")[:-1:2] = 1
         tables.append(table)
@@ -102,6 +104,7 @@ def test_state_of_rows(device: torch.device, batch: int, dummy_window_page: int 
         given.buffer[0] = batch
         given.lines[0, :batch] = chosen
         given.lines[1, : batch // 2 : 2] = 7  # in place of the last token, at this position
+        given.lines[1, 1 : batch // 2 : 2] = MTP_GUESS - 2
         given.lines[2, :batch] = 40
         given.grants[:batch] = grants
     actual = rows.begin_decode(tables[0], givens[0], batch, page_size)

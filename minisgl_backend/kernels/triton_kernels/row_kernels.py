@@ -6,6 +6,7 @@ from torch import Tensor
 
 from minisgl_backend.kernels.sampling_table import Samples, SamplingTable
 from minisgl_backend.kernels.triton_kernels.row_logits import MARKED, ONCE, load_number
+from minisgl_backend.plan import LAST_TOKEN
 
 _KEPT_BLOCK = 128
 
@@ -22,7 +23,7 @@ _KEPT_BLOCK = 128
 )
 def _begin_decode(
     given_ptr,
-    last_ptr,
+    known_ptr,
     state_lengths_ptr,
     pages_ptr,
     tokens_ptr,
@@ -31,8 +32,9 @@ def _begin_decode(
     lengths_ptr,
     window_slots_ptr,
     pages_stride,
-    window_lines,  # from a row's line of pages to that of its window pages
+    num_rows,  # also from a row's line of pages to that of its window pages
     batch_size,
+    LAST: tl.constexpr,
     WINDOWS: tl.constexpr,
     MAX_BATCH: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -54,10 +56,12 @@ def _begin_decode(
     row = tl.load(row_ptr, mask=mask, other=0).to(tl.int64)
     token = tl.load(row_ptr + MAX_BATCH, mask=mask, other=0)
     position = tl.load(row_ptr + 2 * MAX_BATCH, mask=mask, other=0)
-    is_known = mask & (token < 0)  # from the table
-    token = tl.where(is_known, tl.load(last_ptr + row, mask=is_known, other=0), token)
-    length = tl.load(state_lengths_ptr + row, mask=is_known, other=0)
-    position = tl.where(is_known, length, position)
+    is_known = mask & (token < 0)  # by the table
+    is_last = mask & (token == LAST)
+    length = tl.load(state_lengths_ptr + row, mask=is_last, other=0)
+    position = tl.where(is_last, length, position)
+    known = tl.load(known_ptr + (LAST - token) * num_rows + row, mask=is_known, other=0)
+    token = tl.where(is_known, known, token)
     at = pages_ptr + row * pages_stride + position // PAGE_SIZE
     page = tl.load(at, mask=mask, other=0)
     tl.store(tokens_ptr + i, token, mask=mask)
@@ -65,7 +69,7 @@ def _begin_decode(
     tl.store(lengths_ptr + i, position + 1, mask=mask)
     tl.store(slots_ptr + i, page * PAGE_SIZE + position % PAGE_SIZE, mask=mask)
     if WINDOWS:
-        page = tl.load(at + window_lines * pages_stride, mask=mask, other=0)
+        page = tl.load(at + num_rows * pages_stride, mask=mask, other=0)
         tl.store(window_slots_ptr + i, page * PAGE_SIZE + position % PAGE_SIZE, mask=mask)
 
 
@@ -114,7 +118,7 @@ def _keep_sampled(
 def launch_begin_decode(
     out: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None],
     given: Tensor,
-    last_tokens: Tensor,
+    known: Tensor,
     lengths: Tensor,
     pages: Tensor,
     *,
@@ -131,13 +135,14 @@ def launch_begin_decode(
     block = max(triton.next_power_of_2(batch_size), 32)
     _begin_decode[(1,)](
         given,
-        last_tokens,
+        known,
         lengths,
         pages,
         *out,
         pages.stride(0),
-        len(last_tokens),
+        len(lengths),
         batch_size,
+        LAST=LAST_TOKEN,
         WINDOWS=out[4] is not None,
         MAX_BATCH=max_batch,
         PAGE_SIZE=page_size,

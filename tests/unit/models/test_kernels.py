@@ -75,6 +75,7 @@ from minisgl_backend.models.kernel_choice import (
 from minisgl_backend.models.spec import ModelSpec
 from minisgl_backend.models.token_mixing import RecurrentRows
 from minisgl_backend.parallel.group import Group, OneRank
+from minisgl_backend.plan import MTP_GUESS
 from minisgl_backend.weight_format import (
     CONVERTED_FP8,
     Encoding,
@@ -1106,12 +1107,14 @@ def samples_of(inputs: DecodeInputs) -> Samples:
 
 
 def test_rows_may_have_several_tokens_each() -> None:
-    table = RowTable.empty(3, max_pages=3, dummy_page=9, vocab_size=20, device=CPU)
+    table = RowTable.empty(3, max_pages=3, dummy_page=9, vocab_size=20, device=CPU, mtp_tokens=2)
     table.tokens[:3] = torch.tensor([10, 11, 12], dtype=torch.int32)
+    table.known[1:, 0] = torch.tensor([0, 6])
     table.lengths[:3] = torch.tensor([5, 6, 1], dtype=torch.int32)
     table.pages[0, 1:] = torch.tensor([7, 2])
     given = StepInputs.empty(5, 0, CPU)
-    given.lines[:] = torch.tensor([[0, 0, 0, 1, 2], [4, 0, 6, -1, -1], [7, 8, 9, 50, 50]])
+    guesses = [MTP_GUESS, MTP_GUESS - 1]
+    given.lines[:] = torch.tensor([[0, 0, 0, 1, 2], [4, *guesses, -1, -1], [7, 8, 9, 50, 50]])
     inputs = begin_decode(table, given, 5, PAGE_SIZE)
     assert inputs.tokens.tolist() == [4, 0, 6, 11, 12]
     assert inputs.positions.tolist() == [7, 8, 9, 6, 1]

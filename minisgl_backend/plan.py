@@ -174,8 +174,9 @@ class Checks:
     int32[num_checks]: positions start .. start + length - 1 of a row.
 
     ``tokens`` [sum of lengths] holds their tokens, check after check: the row's last token, and
-    then the guesses, each a token id or one of ``MTP_GUESS`` and below. A token is sampled after each of them; those up to the first that is not what
-    was guessed count, and the row goes on from the last of these.
+    then the guesses, each a token id or one of ``MTP_GUESS`` and below. A token is sampled after
+    each of them; those up to the first that is not what was guessed count, and the row goes on from
+    the last of these.
 
     A recurrent state cannot go back to before a wrong guess. So a step with guesses leaves the
     states of all rows that decode in it as they are, those in ``Decodes`` too, and keeps the

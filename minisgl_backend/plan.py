@@ -355,7 +355,8 @@ class StepPlan:
 
     @property
     def told_rows(self) -> IntArray:
-        """Those of ``mtp_rows`` for which the planner must know the guesses, int32[n]."""
+        """Those of ``mtp_rows`` for which the planner must know the guesses, int32[n]; on rank 0
+        only, as ``masked_rows``."""
         return self.mtp_rows[np.isin(self.mtp_rows, self.masked_rows)]
 
     @property

@@ -13,9 +13,12 @@ long as samples equal the guesses, the next sample is what a later step would ha
 depends only on the tokens before it, its position and the seed. So a row gets at least one token a
 step, and the same ones as without guesses, but for the rounding of larger steps.
 
+What the layer guesses stays on the device, and ``MTP_GUESS`` and below stand for it here. Only for
+rows with a grammar the guesses are told, since the grammar may not allow them.
+
 A form of speculative decoding (Leviathan et al., arXiv 2211.17192). Knows the tokens of rows, what
-their grammars leave open (``Lookahead``), and what the layer has guessed. Must not know pages or
-plans.
+their grammars leave open (``Lookahead``), and for which rows the layer has guessed. Must not know
+pages or plans.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from typing import Final
 
 import numpy as np
 
+from minisgl_backend.plan import MTP_GUESS
 from minisgl_backend.request import EMPTY, IntArray
 from minisgl_backend.scheduling.lookahead import Lookahead
 from minisgl_backend.scheduling.lookup import LEAST, RecentAnswers, guesses_at
@@ -74,12 +78,14 @@ class Guesser:
         self._are_mtp = np.zeros(num_rows, dtype=np.bool_)  # whether the last guesses were
         self._mtp_at = np.full(num_rows, _NOWHERE, dtype=np.int32)  # the planned position that ...
         self._mtp_guesses = np.zeros((num_rows, mtp_tokens), dtype=np.int32)  # ... these are for
+        self._untold = MTP_GUESS - np.arange(mtp_tokens, dtype=np.int32)  # what stands for them
 
     def begin(self, row: int) -> None:
         """A sequence has taken the row."""
         self._may_have[row] = self._most_tokens
         self._begin_at[row] = 0
         self._mtp_at[row] = _NOWHERE
+        self._mtp_guesses[row] = self._untold
 
     def wanting_mtp(self, rows: IntArray) -> IntArray:
         """Those of ``rows``, which get a token in the step being planned, that can use guesses of
@@ -96,12 +102,13 @@ class Guesser:
         """The step being planned brings guesses of the MTP layer for ``rows``."""
         self._mtp_at[rows] = self._rows.planned[rows]
 
-    def take_mtp(self, rows: IntArray, guesses: IntArray) -> None:
-        """Take the MTP layer's ``guesses``, int32[num_rows, mtp_tokens], of a committed step, for
-        those ``rows`` that were not planned further since."""
-        is_next = self._rows.accepting[rows] & (self._rows.in_flight[rows] == 0)
-        rows = rows[is_next]
-        self._mtp_guesses[rows] = guesses[is_next]
+    def take_mtp(self, rows: IntArray, told_rows: IntArray, guesses: IntArray) -> None:
+        """A step is committed in which the MTP layer has guessed for ``rows``. Those that were not
+        planned further since may use that. ``guesses``, int32[num_told_rows, mtp_tokens], are those
+        for ``told_rows``, which are the ones with a grammar."""
+        if len(told_rows):
+            self._mtp_guesses[told_rows] = guesses
+        rows = rows[self._rows.accepting[rows] & (self._rows.in_flight[rows] == 0)]
         self._mtp_at[rows] = self._rows.planned[rows]
 
     def of_rows(self, ready: IntArray, lookahead: Lookahead | None = None) -> dict[int, IntArray]:

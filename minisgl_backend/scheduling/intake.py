@@ -1,19 +1,20 @@
 """Gives what a step has sampled to the sequences, and ends those that are complete.
 
 Works by value, in the order of the plans. Knows rows, the lifecycle, how many guesses were right,
-and which the MTP layer makes next. Must not know the queue, or what is planned next.
+and for which rows the MTP layer has guessed. Must not know the queue, or what is planned next.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, cast
 
 import numpy as np
 
 from minisgl_backend.errors import EngineFailure, InvariantError
-from minisgl_backend.plan import NO_TOKEN, SampledTokens, StepPlan
+from minisgl_backend.plan import NO_TOKEN, Checks, SampledTokens, StepPlan
 from minisgl_backend.request import (
+    EMPTY,
     Failed,
     Finished,
     FinishReason,
@@ -40,6 +41,8 @@ class Intake:
 
     def take(self, plan: StepPlan, tokens: SampledTokens) -> StepResult:
         """Take the tokens of ``plan``, and release what nothing uses anymore."""
+        if len(plan.checks.rows):
+            plan = replace(plan, checks=_as_computed(plan.checks, tokens.checked))
         rows, checks, chunks = self._rows, plan.checks, plan.chunks
         sample_rows = plan.sample_rows
         if len(tokens.token_ids) != len(sample_rows):
@@ -59,13 +62,16 @@ class Intake:
         for step_rows in (checks.rows, chunks.rows, plan.decodes.rows):
             for row in step_rows[rows.is_idle(step_rows)].tolist():
                 self._life.release(rows.sequence(row))
-        if len(tokens.mtp_guesses) != len(plan.mtp_rows):
-            raise InvariantError(
-                f"MTP guesses for {len(tokens.mtp_guesses)} rows, not for {len(plan.mtp_rows)}"
-            )
-        if self._guesser is not None and len(plan.mtp_rows):
-            self._guesser.take_mtp(plan.mtp_rows, tokens.mtp_guesses)
+        self._take_mtp(plan, tokens.mtp_guesses)
         return result
+
+    def _take_mtp(self, plan: StepPlan, guesses: IntArray) -> None:
+        """Let rows use what the MTP layer has guessed; ``guesses`` are those that are told."""
+        told_rows = plan.told_rows if len(plan.mtp_rows) else EMPTY
+        if len(guesses) != len(told_rows):
+            raise InvariantError(f"MTP guesses for {len(guesses)} rows, not for {len(told_rows)}")
+        if self._guesser is not None and len(plan.mtp_rows):
+            self._guesser.take_mtp(plan.mtp_rows, told_rows, guesses)
 
     def _take_scores(
         self, plan: StepPlan, scores: tuple[PromptLogprobs, ...]
@@ -196,6 +202,18 @@ class _Check:
     guesses: IntArray
     first: int
     num_right: int = 0
+
+
+def _as_computed(checks: Checks, tokens: IntArray | None) -> Checks:
+    """The checks with the ``tokens`` that the device has computed, if it alone knew some of them;
+    else None."""
+    if tokens is None:
+        if (checks.tokens < 0).any():
+            raise InvariantError("the device does not tell the tokens of checks that it knows")
+        return checks
+    if len(tokens) != len(checks.tokens):
+        raise InvariantError(f"{len(tokens)} tokens of checks, not {len(checks.tokens)}")
+    return replace(checks, tokens=tokens)
 
 
 def _checks(plan: StepPlan) -> list[_Check]:

@@ -14,7 +14,8 @@ Guesses are made from all tokens of a row, and what is planned next depends on h
 So while a step that they wait for, or that checks some, is in flight, nothing is planned. With an
 MTP layer, a step also names the rows for which the layer makes guesses in it. The layer computes a
 few positions ahead of a row, which need pages; rows for which there are none to spare decode
-without.
+without. How many tokens it guesses is known, so the next step is planned before it has guessed:
+what it guesses stays on the device, unless a grammar has to allow it.
 
 Recurrent states cannot go back to before a wrong guess. So a step with guesses keeps the updates of
 all rows that decode in it, and the next step with a row adds those that count (``plan.Checks``).

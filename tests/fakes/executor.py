@@ -19,7 +19,8 @@ the page table. A token is wrong if the two differ. States stay as they are in a
 and are settled by the next step with the row.
 
 An MTP layer guesses right or wrong by a rule of the ``Model``. Its passes leave a wrong number in
-the KV of the positions after the row's: if a page there is another row's, too, that finds it.
+the KV of the positions after the row's: if a page there is another row's, too, that finds it. The
+guesses stay with the row up to the next step with it, which alone may check them.
 
 Steps run as late as possible: at ``Pending.tokens``, in launch order. A plan that shares memory
 with the planner's state would have changed by then. The arrays of each plan are encoded and decoded
@@ -37,6 +38,7 @@ import numpy as np
 import numpy.typing as npt
 
 from minisgl_backend.plan import (
+    MTP_GUESS,
     NO_SNAPSHOT,
     NO_TOKEN,
     TO_SAMPLE,
@@ -163,6 +165,7 @@ class _Row:
     last_token: int = NO_TOKEN
     state: _State = _State()
     later: list[_State] = field(default_factory=list)  # after each token that it has not taken in
+    mtp_guesses: list[int] = field(default_factory=list)  # made by the last step with the row
 
 
 @dataclass(slots=True)
@@ -276,10 +279,11 @@ class FakeExecutor:
         self._read_together(plan)
         chunks, snapshots = plan.chunks, plan.snapshots
         sampled, start = [], 0
+        checked = self._checked(plan)
         for row, position, length in _lines(
             plan.checks.rows, plan.checks.starts, plan.checks.lengths
         ):
-            tokens = plan.checks.tokens[start : start + length].tolist()
+            tokens = checked[start : start + length]
             start += length
             sampled += self._check_guesses(row, position, tokens)
         start = 0
@@ -317,15 +321,31 @@ class FakeExecutor:
             logprobs,
             self._score(plan),
             mtp_guesses=self._guess_next(plan),
+            checked=tokens_of(checked) if (plan.checks.tokens <= MTP_GUESS).any() else None,
         )
 
+    def _checked(self, plan: StepPlan) -> list[int]:
+        """The tokens of the plan's checks, with guesses that its rows have of the MTP layer. After
+        this step the rows have none but those that it makes."""
+        tokens: list[int] = plan.checks.tokens.tolist()
+        for index, row in enumerate(plan.checks.token_rows.tolist()):
+            if tokens[index] <= MTP_GUESS:
+                assert row not in plan.masked_rows, "masks depend on the guesses before them"
+                guesses, number = self._rows[row].mtp_guesses, MTP_GUESS - tokens[index]
+                assert number < len(guesses), "guesses are checked that the last step has not made"
+                tokens[index] = guesses[number]
+        for row in _first_positions(plan):
+            self._rows[row].mtp_guesses = []
+        return tokens
+
     def _guess_next(self, plan: StepPlan) -> IntArray:
-        """The guesses of the MTP layer, int32[num_mtp_rows, mtp_tokens]."""
-        rows = plan.mtp_rows.tolist()
-        assert len(set(rows)) == len(rows), "a row is named twice"
-        assert {*rows} <= {*plan.sample_rows.tolist()}, "a row is named that gets no token"
-        guesses = [self._mtp_guesses(row) for row in rows]
-        return np.array(guesses, dtype=np.int32).reshape(len(rows), self.mtp_tokens)
+        """Let the MTP layer guess; returns what is told, int32[num_told_rows, mtp_tokens]."""
+        rows, sampled = plan.mtp_rows.tolist(), dict.fromkeys(plan.sample_rows.tolist())
+        assert rows == [row for row in sampled if row in {*rows}], "each once, and in order"
+        for row in rows:
+            self._rows[row].mtp_guesses = self._mtp_guesses(row)
+        told = [self._rows[row].mtp_guesses for row in plan.told_rows.tolist()]
+        return np.array(told, dtype=np.int32).reshape(len(told), self.mtp_tokens)
 
     def _mtp_guesses(self, row: int) -> list[int]:
         """Guess what comes after the row's last token, each guess as if those before it were right,

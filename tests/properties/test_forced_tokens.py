@@ -57,7 +57,7 @@ class Told:
         return told
 
     def allowed(self, request_id: RequestId, guesses: Sequence[TokenId]) -> int:
-        assert guesses
+        assert guesses and min(guesses) >= 0, "no guesses that only the device knows"
         return self._rng.choice([len(guesses), len(guesses), self._rng.randint(0, len(guesses))])
 
 

@@ -21,7 +21,7 @@ from minisgl_backend.cache.radix_cache import RadixCache
 from minisgl_backend.cache.snapshots import SnapshotCache
 from minisgl_backend.cache.windows import WindowLease, WindowPages
 from minisgl_backend.errors import InvariantError
-from minisgl_backend.plan import Groups, SampledTokens, StepPlan
+from minisgl_backend.plan import MTP_GUESS, Groups, SampledTokens, StepPlan
 from minisgl_backend.request import EMPTY, IntArray, PromptLogprobs, RequestId
 from minisgl_backend.scheduling.draft import Draft
 from minisgl_backend.scheduling.guesses import Guesser
@@ -314,6 +314,35 @@ def mtp_passes_without_pages(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Scheduler, "_grow_up_to", lambda self, end, row, short, draft: None)
 
 
+def mtp_guesses_of_an_earlier_step(patch: pytest.MonkeyPatch) -> None:
+    """Rows check what the MTP layer has guessed once, wherever they have got to."""
+    of_rows = Guesser.of_rows
+
+    def of_any_position(
+        self: Guesser, ready: IntArray, lookahead: Lookahead | None = None
+    ) -> dict[int, IntArray]:
+        has_some = self._mtp_at >= 0
+        self._mtp_at[has_some] = self._rows.planned[has_some]
+        return of_rows(self, ready, lookahead)
+
+    patch.setattr(Guesser, "of_rows", of_any_position)
+
+
+def mtp_guesses_taken_for_right(patch: pytest.MonkeyPatch) -> None:
+    """Guesses that stay on the device are taken for the tokens that were sampled in their place."""
+    take = Intake.take
+
+    def believe(self: Intake, plan: StepPlan, tokens: SampledTokens) -> StepResult:
+        if tokens.checked is not None:
+            is_left = np.flatnonzero(plan.checks.tokens <= MTP_GUESS)
+            believed = tokens.checked.copy()
+            believed[is_left] = tokens.token_ids[is_left - 1]
+            tokens = replace(tokens, checked=believed)
+        return take(self, plan, tokens)
+
+    patch.setattr(Intake, "take", believe)
+
+
 def without_guards(patch: pytest.MonkeyPatch) -> None:
     """Remove the checks that refuse broken bookkeeping, so that only tokens can tell."""
 
@@ -356,7 +385,11 @@ BUGS_OF_GUESSES: dict[Inject, int] = {
     guessed_beside_many: 21,
 }
 """The same in workloads with guesses."""
-BUGS_OF_MTP: dict[Inject, int] = {mtp_passes_without_pages: 0}
+BUGS_OF_MTP: dict[Inject, int] = {
+    mtp_passes_without_pages: 0,
+    mtp_guesses_of_an_earlier_step: 0,
+    mtp_guesses_taken_for_right: 0,
+}
 """The same in workloads with guesses of an MTP layer."""
 ALL_BUGS = BUGS | BUGS_OF_GUESSES | BUGS_OF_MTP
 

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minisgl_backend.plan import (
+    MTP_GUESS,
     TO_SAMPLE,
     Admission,
     Checks,
@@ -139,6 +140,25 @@ def test_a_row_with_guesses_is_sampled_after_each_token() -> None:
     assert plan.sample_rows.tolist() == [4, 4, 4, 6, 6, 3, 7]
     assert plan.sample_positions.tolist() == [21, 22, 23, 4, 5, 4, 10]
     assert plan.num_tokens == 12
+
+
+def test_guesses_for_masked_rows_are_told() -> None:
+    plan = StepPlan(
+        step=0,
+        decodes=Decodes(rows=np.array([7, 2, 5], np.int32), positions=np.array([9] * 3, np.int32)),
+        mtp_rows=np.array([7, 2], np.int32),
+        masked_rows=np.array([2, 5], np.int32),
+    )
+    assert plan.told_rows.tolist() == [2]
+    assert not len(replace(plan, mtp_rows=EMPTY).told_rows)
+    assert not len(decode_plan(encode_plan(plan)).told_rows), "other ranks need not know"
+
+
+def test_what_stands_for_guesses_crosses_to_other_ranks() -> None:
+    tokens = np.array([30, MTP_GUESS, MTP_GUESS - 1], np.int32)
+    row, start, length = (np.array([value], np.int32) for value in (4, 20, 3))
+    plan = decode_plan(encode_plan(StepPlan(step=0, checks=Checks(row, start, length, tokens))))
+    assert plan.checks.guesses()[4].tolist() == [-2, -3]
 
 
 def test_some_samples_keep_what_came_with_them() -> None:

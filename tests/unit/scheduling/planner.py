@@ -91,21 +91,25 @@ def commit(
     plan: StepPlan,
     token: int | Seq[int] = 5,
     mtp_guesses: Seq[Seq[int]] = (),
+    checked: Seq[int] | None = None,
 ) -> StepResult:
-    """``mtp_guesses``: those of each of the plan's ``mtp_rows``."""
+    """``mtp_guesses``: those of each of the plan's ``told_rows``. ``checked``: the tokens of its
+    checks, if the device alone knew some."""
     count = len(plan.sample_rows)
     ids = [token] * count if isinstance(token, int) else list(token)
     guesses = np.array(mtp_guesses, dtype=np.int32)
-    tokens = SampledTokens(np.array(ids, dtype=np.int32), mtp_guesses=guesses)
+    tokens = SampledTokens(
+        np.array(ids, dtype=np.int32),
+        mtp_guesses=guesses,
+        checked=None if checked is None else np.array(checked, dtype=np.int32),
+    )
     result = scheduler.commit(plan, tokens)
     scheduler.check()
     return result
 
 
-def step(
-    scheduler: Scheduler, token: int | Seq[int] = 5, mtp_guesses: Seq[Seq[int]] = ()
-) -> StepResult:
-    return commit(scheduler, planned(scheduler), token, mtp_guesses)
+def step(scheduler: Scheduler, token: int | Seq[int] = 5) -> StepResult:
+    return commit(scheduler, planned(scheduler), token)
 
 
 def chunks(plan: StepPlan) -> list[tuple[int, int, int, bool]]:

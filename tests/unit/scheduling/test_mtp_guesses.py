@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from minisgl_backend.errors import InvariantError
 from minisgl_backend.plan import NO_TOKEN, StepPlan
 from minisgl_backend.request import Finished, FinishReason, Request, RequestId, SamplingParams
+from minisgl_backend.scheduling.report import StepResult
 from minisgl_backend.scheduling.scheduler import Scheduler
 from tests.unit.scheduling.planner import (
     broken,
@@ -19,12 +21,13 @@ from tests.unit.scheduling.planner import (
     make,
     planned,
     request,
-    step,
 )
 from tests.unit.scheduling.test_guesses import SEVENS, Told, counted, decoded, guessed, ints
 
 MORE = (21, 22, 23)
 """What the layer guesses."""
+LEFT = (-2, -3, -4)
+"""What stands for that in checks of rows without a grammar, whose guesses stay on the device."""
 
 
 def started(*requests: Request, **config: Any) -> Scheduler:
@@ -35,13 +38,19 @@ def started(*requests: Request, **config: Any) -> Scheduler:
     num_started = 0
     while num_started < len(requests):
         plan = planned(scheduler)
-        num_started += len(commit(scheduler, plan, 20, again(plan)).request_ids)
+        num_started += len(landed(scheduler, plan, 20).request_ids)
     return scheduler
 
 
-def again(plan: StepPlan) -> list[tuple[int, ...]]:
-    """``MORE`` for each row that is named."""
-    return [MORE] * len(plan.mtp_rows)
+def landed(
+    scheduler: Scheduler, plan: StepPlan, token: int | Seq[int], were: Seq[int] = MORE
+) -> StepResult:
+    """Commit a step. The guesses in its checks that were left to the device ``were`` these; those
+    that are told now are ``MORE``."""
+    checked = [were[LEFT.index(it)] if it in LEFT else it for it in plan.checks.tokens.tolist()]
+    is_left = bool((plan.checks.tokens < 0).any())
+    told = [MORE] * len(plan.told_rows)
+    return commit(scheduler, plan, token, told, checked if is_left else None)
 
 
 def named(plan: StepPlan) -> list[int]:
@@ -71,15 +80,15 @@ def test_rows_are_named_that_get_a_token() -> None:
     scheduler.add(request(1, 20, 20))
     scheduler.add(request(2, 4, 20))
     plan = planned(scheduler)
-    assert guessed(plan) == {0: (4, [20, *MORE])}
+    assert guessed(plan) == {0: (4, [20, *LEFT])}
     assert chunks(plan) == [(1, 0, 12, False)]
     assert named(plan) == [0]
-    commit(scheduler, plan, (21, 22, 23, 24), again(plan))
+    landed(scheduler, plan, (21, 22, 23, 24))
     plan = planned(scheduler)
     assert chunks(plan) == [(1, 12, 8, True)]
     assert named(plan) == [0, 1]
-    commit(scheduler, plan, (9, 0, 0, 0, 20), again(plan))
-    assert guessed(planned(scheduler)) == {0: (9, [9, *MORE]), 1: (20, [20, *MORE])}
+    landed(scheduler, plan, (9, 0, 0, 0, 20))
+    assert guessed(planned(scheduler)) == {0: (9, [9, *LEFT]), 1: (20, [20, *LEFT])}
 
 
 def test_no_row_is_named_without_a_layer() -> None:
@@ -96,19 +105,19 @@ def test_no_row_is_named_beside_many() -> None:
     scheduler.add(request(1, 20, 1))
     plan = planned(scheduler)
     assert guessed(plan) and named(plan) == [], "a prompt has taken a row in this step"
-    commit(scheduler, plan, (21, 22, 23, 24))
+    landed(scheduler, plan, (21, 22, 23, 24))
     plan = planned(scheduler)
     assert not guessed(plan) and decoded(plan) == [(0, 8)]
     assert chunks(plan) == [(1, 12, 8, True)] and named(plan) == []
     commit(scheduler, plan)
     plan = planned(scheduler)
     assert not guessed(plan) and named(plan) == [0]
-    commit(scheduler, plan, 20, again(plan))
-    assert guessed(planned(scheduler)) == {0: (10, [20, *MORE])}
+    landed(scheduler, plan, 20)
+    assert guessed(planned(scheduler)) == {0: (10, [20, *LEFT])}
 
 
 @pytest.mark.parametrize(
-    ("max_tokens", "expected"), [(1, []), (2, []), (3, [21]), (4, [21, 22]), (5, list(MORE))]
+    ("max_tokens", "expected"), [(1, []), (2, []), (3, [-2]), (4, [-2, -3]), (5, list(LEFT))]
 )
 def test_the_last_token_that_a_row_may_have_is_not_guessed(
     max_tokens: int, expected: list[int]
@@ -118,7 +127,7 @@ def test_the_last_token_that_a_row_may_have_is_not_guessed(
     scheduler.add(request(0, 4, max_tokens))
     plan = planned(scheduler)
     assert named(plan) == ([0] if expected else [])
-    commit(scheduler, plan, 20, again(plan))
+    landed(scheduler, plan, 20)
     if max_tokens > 1:
         plan = planned(scheduler)
         assert guessed(plan) == ({0: (4, [20, *expected])} if expected else {})
@@ -176,7 +185,7 @@ def test_pages_are_for_rows_that_cannot_decode_without_first() -> None:
         scheduler.add(request(1, 8, 8))
         plan = planned(scheduler)
         assert named(plan) == expected
-        commit(scheduler, plan, 20, again(plan))
+        landed(scheduler, plan, 20)
         assert scheduler.stats().num_retractions == 0
         plan = planned(scheduler)
         assert sorted([*guessed(plan), *(row for row, _ in decoded(plan))]) == [0, 1]
@@ -190,7 +199,7 @@ def test_rows_need_pages_if_all_their_guesses_are_right(
     """Both rows have a page for four more tokens, which are all checked."""
     scheduler = started(request(0, 4, 20), request(1, 4, 20), num_pages=num_pages)
     plan = planned(scheduler)
-    assert guessed(plan) == {0: (4, [20, *MORE]), 1: (4, [20, *MORE])}
+    assert guessed(plan) == {0: (4, [20, *LEFT]), 1: (4, [20, *LEFT])}
     assert named(plan) == expected
 
 
@@ -201,9 +210,9 @@ def test_nothing_is_guessed_for_a_row_that_is_retracted() -> None:
         scheduler.add(each)
     plan = planned(scheduler)
     assert named(plan) == [0, 1]
-    commit(scheduler, plan, 20, [(21,), (21,)])
+    commit(scheduler, plan, 20)
     plan = planned(scheduler)
-    assert guessed(plan) == {1: (9, [20, 21])}
+    assert guessed(plan) == {1: (9, [20, -2])}
     assert scheduler.stats().num_retractions == 1
     assert named(plan) == []
 
@@ -212,17 +221,17 @@ def test_a_row_may_be_retracted_in_the_step_that_checks_its_guesses() -> None:
     """The first request needs a page, and there is none. Nothing is guessed for the second then."""
     scheduler = started(request(0, 4), request(1, 9), num_pages=4)
     plan = planned(scheduler)
-    assert guessed(plan) == {1: (9, [20, 21, 22])}
+    assert guessed(plan) == {1: (9, [20, -2, -3])}
     assert not decoded(plan) and named(plan) == []
     assert scheduler.stats().num_retractions == 1
-    result = commit(scheduler, plan, (21, 22, 9))
+    result = landed(scheduler, plan, (21, 22, 9))
     assert (result.request_ids, result.token_ids.tolist()) == ([1] * 3, [21, 22, 9])
     stats = scheduler.stats()
     assert (stats.num_running, stats.num_waiting) == (1, 1)
     num_tokens = 4
     while scheduler.has_work():
         plan = planned(scheduler)
-        num_tokens += commit(scheduler, plan, 8, again(plan)).request_ids.count(RequestId(1))
+        num_tokens += landed(scheduler, plan, 8).request_ids.count(RequestId(1))
     assert num_tokens == 8
 
 
@@ -232,15 +241,15 @@ def test_a_row_may_be_retracted_in_the_step_that_checks_its_guesses() -> None:
 def test_guesses_go_on_after_those_that_were_right() -> None:
     scheduler = started(request(0, 4, 20))
     plan = planned(scheduler)
-    assert guessed(plan) == {0: (4, [20, 21, 22, 23])}
+    assert guessed(plan) == {0: (4, [20, *LEFT])}
     assert named(plan) == [0] and not decoded(plan)
-    result = commit(scheduler, plan, (21, 9, 0, 0), [(41, 42, 43)])
+    result = landed(scheduler, plan, (21, 9, 0, 0))
     assert result.token_ids.tolist() == [21, 9]
     plan = planned(scheduler)
-    assert guessed(plan) == {0: (6, [9, 41, 42, 43])}
-    result = commit(scheduler, plan, (41, 42, 43, 44), [(51, 52, 53)])
+    assert guessed(plan) == {0: (6, [9, *LEFT])}
+    result = landed(scheduler, plan, (41, 42, 43, 44), were=(41, 42, 43))
     assert result.token_ids.tolist() == [41, 42, 43, 44]
-    assert guessed(planned(scheduler)) == {0: (10, [44, 51, 52, 53])}
+    assert guessed(planned(scheduler)) == {0: (10, [44, *LEFT])}
     assert counted(scheduler) == (2, 6, 4)
 
 
@@ -248,8 +257,8 @@ def test_wrong_guesses_make_neither_fewer_nor_a_pause() -> None:
     scheduler = started(request(0, 4, 20))
     for position in range(4, 9):
         plan = planned(scheduler)
-        assert guessed(plan) == {0: (position, [20, *MORE])}
-        commit(scheduler, plan, (20, 0, 0, 0), again(plan))
+        assert guessed(plan) == {0: (position, [20, *LEFT])}
+        landed(scheduler, plan, (20, 0, 0, 0))
 
 
 def test_guesses_for_another_position_are_not_used() -> None:
@@ -290,7 +299,7 @@ def test_guesses_that_come_after_a_step_without_any_was_planned_are_not_used() -
     scheduler.add(request(1, 4, 1))
     second = planned(scheduler)
     assert named(first) == [0] and named(second) == [] and (0, 4) in decoded(second)
-    commit(scheduler, first, 20, again(first))
+    landed(scheduler, first, 20)
     commit(scheduler, second, 20)
     plan = scheduler.plan(Told())
     assert plan is not None and not guessed(plan) and decoded(plan) == [(0, 5)]
@@ -312,10 +321,10 @@ def test_a_row_begins_without_the_guesses_of_the_last_sequence_in_it() -> None:
 def test_guesses_are_limited_by_half_of_the_budget() -> None:
     scheduler = started(request(0, 4, 20), request(1, 4, 20), max_prefill_tokens=12)
     plan = planned(scheduler)
-    assert guessed(plan) == {0: (4, [20, *MORE]), 1: (4, [20, 21])}
+    assert guessed(plan) == {0: (4, [20, *LEFT]), 1: (4, [20, -2])}
 
 
-@pytest.mark.parametrize(("count", "expected"), [(8, [31, 32, 33, 34, 35]), (7, list(MORE))])
+@pytest.mark.parametrize(("count", "expected"), [(8, [31, 32, 33, 34, 35]), (7, list(LEFT))])
 def test_what_is_looked_up_is_better_after_many_tokens(count: int, expected: list[int]) -> None:
     one = said_before(0, count)
     scheduler = started(one, speculative_tokens=5, max_prefill_tokens=32)
@@ -341,8 +350,8 @@ def test_a_row_that_pauses_looking_up_has_guesses_of_the_layer() -> None:
     plan = planned(scheduler)
     at = len(said_before(0, 10).prompt)
     assert guessed(plan) == {0: (at, [20, 31, 32, 33, 34, 35])}
-    commit(scheduler, plan, (20, 0, 0, 0, 0, 0), again(plan))
-    assert guessed(planned(scheduler)) == {0: (at + 1, [20, *MORE])}
+    landed(scheduler, plan, (20, 0, 0, 0, 0, 0))
+    assert guessed(planned(scheduler)) == {0: (at + 1, [20, *LEFT])}
 
 
 def test_only_what_was_looked_up_is_judged() -> None:
@@ -350,8 +359,8 @@ def test_only_what_was_looked_up_is_judged() -> None:
     scheduler = started(said_before(0, 7), speculative_tokens=5, max_prefill_tokens=32)
     plan = planned(scheduler)
     at = len(said_before(0, 7).prompt)
-    assert guessed(plan) == {0: (at, [20, *MORE])}
-    commit(scheduler, plan, (31, 0, 0, 0), again(plan))
+    assert guessed(plan) == {0: (at, [20, *LEFT])}
+    landed(scheduler, plan, (31, 0, 0, 0))
     assert guessed(planned(scheduler)) == {0: (at + 1, [31, 32, 33, 34, 35, 36])}
 
 
@@ -389,7 +398,7 @@ def test_a_row_none_of_whose_guesses_is_allowed_decodes_and_has_others_next() ->
     plan = scheduler.plan(Told(most_allowed=0))
     assert plan is not None and not guessed(plan) and decoded(plan) == [(0, 4)]
     assert named(plan) == [0]
-    commit(scheduler, plan, 20, again(plan))
+    landed(scheduler, plan, 20)
     plan = scheduler.plan(Told())
     assert plan is not None and guessed(plan) == {0: (5, [20, *MORE])}
 
@@ -404,6 +413,32 @@ def test_guesses_of_the_layer_come_before_those_that_are_looked_up_under_a_gramm
         assert guessed(plan) == {0: (len(one.prompt), [20, *MORE])}
 
 
+def test_rows_with_a_grammar_have_guesses_beside_others_without() -> None:
+    """Only theirs are told, and only those of the others stay on the device."""
+    scheduler = started(request(0, 4, 20), with_grammar(1))
+    plan = scheduler.plan(Told())
+    assert plan is not None
+    assert guessed(plan) == {0: (4, [20, *LEFT]), 1: (4, [20, *MORE])}
+    assert (named(plan), plan.told_rows.tolist()) == ([0, 1], [1])
+    checked = (20, 31, 32, 33, 20, *MORE)
+    result = commit(scheduler, plan, (31, 9, 0, 0, 21, 22, 9, 0), [(41, 42, 43)], checked)
+    assert result.token_ids.tolist() == [31, 21, 22, 9, 9]
+    plan = scheduler.plan(Told())
+    assert plan is not None
+    assert guessed(plan) == {0: (6, [9, *LEFT]), 1: (7, [9, 41, 42, 43])}
+
+
+def test_a_row_begins_with_none_of_the_guesses_that_were_told_of_another() -> None:
+    """The second request takes the row of the first one, which had a grammar."""
+    scheduler = started(with_grammar(0))
+    assert scheduler.abort(RequestId(0))
+    scheduler.add(request(1, 4, 20))
+    plan = planned(scheduler)
+    assert plan.chunks.rows.tolist() == [0]
+    landed(scheduler, plan, 20)
+    assert guessed(planned(scheduler)) == {0: (4, [20, *LEFT])}
+
+
 # --- what waits -----------------------------------------------------------------------------------
 
 
@@ -413,7 +448,7 @@ def test_nothing_is_planned_while_the_layer_guesses() -> None:
     plan = planned(scheduler)
     scheduler.add(request(1, 4, 20))
     assert scheduler.plan() is None
-    commit(scheduler, plan, 20, again(plan))
+    landed(scheduler, plan, 20)
     plan = planned(scheduler)
     assert guessed(plan) and chunks(plan)
     assert scheduler.plan() is None
@@ -447,7 +482,7 @@ def test_rows_that_are_not_named_overlap() -> None:
 def test_a_stop_token_among_right_guesses_ends_the_request_there() -> None:
     one = request(0, 4, 20, sampling=SamplingParams(stop_token_ids=(22,)))
     scheduler = started(one)
-    result = step(scheduler, (21, 22, 23, 24), [MORE])
+    result = landed(scheduler, planned(scheduler), (21, 22, 23, 24))
     assert result.token_ids.tolist() == [21, 22]
     assert result.ended == {0: Finished(FinishReason.STOP, 22)}
     assert not scheduler.has_work() and scheduler.stats().num_running == 0
@@ -458,7 +493,7 @@ def test_an_abort_drops_guesses_that_come() -> None:
     scheduler.add(request(0, 4, 20))
     plan = planned(scheduler)
     assert scheduler.abort(RequestId(0))
-    result = commit(scheduler, plan, 20, again(plan))
+    result = landed(scheduler, plan, 20)
     assert (result.request_ids, result.ended) == ([], {})
     assert scheduler.stats().num_running == 0
 
@@ -467,7 +502,7 @@ def test_an_abort_drops_guesses_in_flight() -> None:
     scheduler = started(request(0, 4, 20))
     plan = planned(scheduler)
     assert scheduler.abort(RequestId(0))
-    result = commit(scheduler, plan, (21, 22, 23, 24), again(plan))
+    result = landed(scheduler, plan, (21, 22, 23, 24))
     assert (result.request_ids, result.ended) == ([], {})
     assert scheduler.stats().num_running == 0
     assert broken(scheduler) == set()
@@ -478,17 +513,56 @@ def test_a_request_without_a_finite_token_fails_whatever_the_layer_guesses() -> 
     plan = planned(scheduler)
     assert named(plan) == [0, 1]
     tokens = (21, NO_TOKEN, 0, 0, 21, 22, 23, 24)
-    result = commit(scheduler, plan, tokens, again(plan))
+    result = landed(scheduler, plan, tokens)
     assert failures(result) == [0]
-    assert guessed(planned(scheduler)) == {1: (8, [24, *MORE])}
+    assert guessed(planned(scheduler)) == {1: (8, [24, *LEFT])}
 
 
-def test_there_are_guesses_for_each_row_that_is_named() -> None:
+def test_guesses_of_a_row_with_a_grammar_are_told() -> None:
+    scheduler = make(mtp_tokens=3)
+    scheduler.add(with_grammar(0))
+    plan = planned(scheduler)
+    assert named(plan) == plan.told_rows.tolist() == [0]
+    with pytest.raises(InvariantError, match="MTP guesses for 0 rows, not for 1"):
+        commit(scheduler, plan, 20)
+
+
+def test_guesses_of_a_row_without_a_grammar_are_not_told() -> None:
     scheduler = make(mtp_tokens=3)
     scheduler.add(request(0, 4, 20))
     plan = planned(scheduler)
-    with pytest.raises(InvariantError, match="MTP guesses for 0 rows, not for 1"):
-        commit(scheduler, plan, 20)
+    assert named(plan) == [0] and not len(plan.told_rows)
+    with pytest.raises(InvariantError, match="MTP guesses for 1 rows, not for 0"):
+        commit(scheduler, plan, 20, [MORE])
+
+
+@pytest.mark.parametrize(
+    ("checked", "expected"),
+    [
+        (None, "the device does not tell the tokens of checks"),
+        ((20, 21, 22), "3 tokens of checks, not 4"),
+        ((20, 21, 22, 23, 24), "5 tokens of checks, not 4"),
+    ],
+)
+def test_guesses_that_were_left_to_the_device_are_told_with_the_samples(
+    checked: tuple[int, ...] | None, expected: str
+) -> None:
+    scheduler = started(request(0, 4, 20))
+    plan = planned(scheduler)
+    with pytest.raises(InvariantError, match=expected):
+        commit(scheduler, plan, (21, 22, 23, 24), checked=checked)
+
+
+def test_what_was_looked_up_may_be_checked_beside_guesses_that_stay_on_the_device() -> None:
+    """What was looked up is 31, 32, ..., of which one token is right."""
+    one = said_before(0, 10)
+    at = len(one.prompt)
+    scheduler = started(one, request(1, 4, 20), speculative_tokens=5, max_prefill_tokens=32)
+    plan = planned(scheduler)
+    assert guessed(plan) == {0: (at, [20, 31, 32, 33, 34, 35]), 1: (4, [20, *LEFT])}
+    result = landed(scheduler, plan, (31, 9, 0, 0, 0, 0, 21, 22, 9, 0))
+    assert result.token_ids.tolist() == [31, 21, 22, 9, 9]
+    assert counted(scheduler) == (2, 8, 3)
 
 
 # --- rows with recurrent states -------------------------------------------------------------------
@@ -498,9 +572,9 @@ def test_guesses_end_where_states_are_kept() -> None:
     """At multiples of 8."""
     scheduler = started(request(0, 6, 40), num_snapshots=8)
     plan = planned(scheduler)
-    assert guessed(plan) == {0: (6, [20, 21])}
-    commit(scheduler, plan, (21, 22), again(plan))
+    assert guessed(plan) == {0: (6, [20, -2])}
+    landed(scheduler, plan, (21, 22))
     plan = planned(scheduler)
-    assert guessed(plan) == {0: (8, [22, *MORE])}
+    assert guessed(plan) == {0: (8, [22, *LEFT])}
     assert plan.snapshots.kept_rows.tolist() == [0]
     assert named(plan) == [0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 
@@ -90,7 +90,8 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class MTPGuess:
-    """What the MTP layer has guessed after the first ``num_tokens`` of a request's answer."""
+    """What the MTP layer has guessed after the first ``num_tokens`` of a request's answer, if that
+    was checked."""
 
     index: int
     num_tokens: int
@@ -280,6 +281,11 @@ class TinyEngine(AbstractContextManager["TinyEngine"]):
     def _commit(self, plan: StepPlan, pending: Pending, outcome: Outcome) -> None:
         self._indices |= {admission.row: admission.request_id for admission in plan.admissions}
         tokens = pending.tokens()
+        if tokens.checked is not None:
+            for row, guesses in replace(plan.checks, tokens=tokens.checked).guesses().items():
+                index = self._indices[row]
+                guess = MTPGuess(index, len(outcome.tokens[index]), guesses.tolist())
+                outcome.mtp_guesses.append(guess)
         result = self._scheduler.commit(plan, tokens)
         for request_id, scored in result.scored:
             outcome.prompt_logprobs[request_id].append(scored)
@@ -290,11 +296,6 @@ class TinyEngine(AbstractContextManager["TinyEngine"]):
             outcome.tokens[request_id].append(int(result.token_ids[index]))
             if index in result.logprobs:
                 outcome.logprobs[request_id].append(result.logprobs[index])
-        for row, guesses in zip(plan.mtp_rows.tolist(), tokens.mtp_guesses.tolist(), strict=True):
-            index = self._indices[row]
-            if index not in result.ended:
-                known = len(outcome.tokens[index])
-                outcome.mtp_guesses.append(MTPGuess(index, known, guesses))
         outcome.failed |= {id for id, event in result.ended.items() if isinstance(event, Failed)}
 
 

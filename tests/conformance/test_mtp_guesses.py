@@ -60,4 +60,4 @@ def test_guesses_are_those_of_the_reference(case: str, tmp_path: Path) -> None:
     assert len(found.mtp_guesses) > len(given)
     for guess in found.mtp_guesses:
         known = [*given[guess.index].tolist(), *found.tokens[guess.index][: guess.num_tokens]]
-        assert guess.tokens == reference_guesses(theirs, known, 3)
+        assert guess.tokens == reference_guesses(theirs, known, 3)[: len(guess.tokens)]

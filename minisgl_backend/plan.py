@@ -165,6 +165,8 @@ class PromptChunks:
     @property
     def sampled(self) -> IntArray:
         """The indices of the chunks after which a token is sampled."""
+        if not len(self.rows):
+            return EMPTY
         return np.flatnonzero(self.next_tokens == TO_SAMPLE).astype(np.int32)
 
 
@@ -357,6 +359,8 @@ class StepPlan:
     def told_rows(self) -> IntArray:
         """Those of ``mtp_rows`` for which the planner must know the guesses, int32[n]; on rank 0
         only, as ``masked_rows``."""
+        if not len(self.masked_rows):
+            return EMPTY
         return self.mtp_rows[np.isin(self.mtp_rows, self.masked_rows)]
 
     @property

@@ -176,7 +176,7 @@ class ModelExecutor:
         stages = self.stages
         self._write(plan, loaded)
         grants = stages.rows.lines_of(plan.grants, plan.window_grants)
-        all_logits = stages.sampler.need_all_logits(plan.sample_rows)
+        all_logits = self._group.size == 1 or stages.sampler.need_all_logits(plan.sample_rows)
         decodes, tokens, groups = as_decodes(plan)
         graphs = self._graphs_for(decodes.rows).decode
         most_read_again = stages.attention.most_read_again

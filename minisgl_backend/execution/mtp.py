@@ -29,7 +29,7 @@ from minisgl_backend.kernels.sampling_table import Samples
 from minisgl_backend.models.decoder import Decoder
 from minisgl_backend.plan import MTP_GUESS, Checks
 from minisgl_backend.progress import Progress
-from minisgl_backend.request import IntArray
+from minisgl_backend.request import EMPTY, IntArray
 
 
 class GuessesOnHost:
@@ -78,6 +78,8 @@ class MTPGuesses:
         """The layer's states of the samples that the row table has the tokens of."""
         self._rows = torch.empty(0, dtype=torch.int32, device=device.torch_device)
         """The rows that graphs read."""
+        self._written: IntArray = EMPTY
+        """The same on the host."""
         self._graphs: dict[int, Graph[Tensor]] = {}
 
     def follow_batch(
@@ -111,7 +113,9 @@ class MTPGuesses:
             return self._guessed(self._device.upload(rows))
         padded = np.full(sizes[at], self._table.dummy_row, np.int32)
         padded[: len(rows)] = rows
-        self._device.overwrite(self._rows[: len(padded)], padded)
+        if not np.array_equal(self._written[: len(padded)], padded):
+            self._device.overwrite(self._rows[: len(padded)], padded)
+            self._written[: len(padded)] = padded
         graph = self._graphs[sizes[at]]
         graph.replay()
         return graph.output[:, : len(rows)]
@@ -122,10 +126,9 @@ class MTPGuesses:
 
     def capture(self, sizes: Sequence[int], progress: Progress) -> None:
         """Capture graphs for these numbers of rows."""
-        device, most = self._device, max(sizes)
-        self._rows = torch.full(
-            (most,), self._table.dummy_row, dtype=torch.int32, device=device.torch_device
-        )
+        device = self._device
+        self._written = np.full(max(sizes), self._table.dummy_row, np.int32)
+        self._rows = device.upload(self._written).clone()
         self._graphs = capture(
             device,
             "number of rows, guesses of the MTP layer",

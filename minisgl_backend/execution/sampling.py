@@ -108,7 +108,7 @@ class Sampler:
 
     def need_all_logits(self, rows: IntArray) -> bool:
         """Whether sampling these rows takes the logits of all ranks; the same on all ranks."""
-        return self._group.size == 1 or bool(self._need_all_logits[rows].any())
+        return bool(self._need_all_logits[rows].any())
 
     def staged_masks(self, num_masks: int) -> IntArray:
         """Memory for the masks of a step, int32 [num_masks, num_words].

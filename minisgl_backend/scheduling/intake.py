@@ -43,13 +43,14 @@ class Intake:
         """Take the tokens of ``plan``, and release what nothing uses anymore."""
         if len(plan.checks.rows):
             plan = replace(plan, checks=_as_computed(plan.checks, tokens.checked))
-        rows, checks, chunks = self._rows, plan.checks, plan.chunks
+        rows, checks, chunks, decodes = self._rows, plan.checks, plan.chunks, plan.decodes
         sample_rows = plan.sample_rows
         if len(tokens.token_ids) != len(sample_rows):
             raise InvariantError(f"{len(tokens.token_ids)} tokens for {len(sample_rows)} samples")
-        rows.landed(checks.rows, checks.starts + 1)
-        rows.landed(chunks.rows, chunks.ends)
-        rows.landed(plan.decodes.rows, plan.decodes.positions + 1)
+        step_rows = np.concatenate([checks.rows, chunks.rows, decodes.rows])
+        rows.landed(
+            step_rows, np.concatenate([checks.starts + 1, chunks.ends, decodes.positions + 1])
+        )
         scored = self._take_scores(plan, tokens.prompt_logprobs)
         if len(checks.rows):
             result = self._take_guessed(plan, tokens, scored)
@@ -59,9 +60,8 @@ class Intake:
             sequence = rows.sequences[row]
             if sequence is not None and not sequence.failed:
                 self._life.publish(sequence, sequence.tokens)
-        for step_rows in (checks.rows, chunks.rows, plan.decodes.rows):
-            for row in step_rows[rows.is_idle(step_rows)].tolist():
-                self._life.release(rows.sequence(row))
+        for row in step_rows[rows.is_idle(step_rows)].tolist():
+            self._life.release(rows.sequence(row))
         self._take_mtp(plan, tokens.mtp_guesses)
         return result
 

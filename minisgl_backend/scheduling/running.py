@@ -125,7 +125,7 @@ class RunningRows:
 
     def ready_to_decode(self) -> IntArray:
         """Rows with a token to decode, int32[num_ready], ascending."""
-        return np.flatnonzero(self.decoding).astype(np.int32)
+        return self.decoding.nonzero()[0].astype(np.int32)
 
     def by_adapter(self, rows: IntArray) -> IntArray:
         """The same ``rows``, which are ascending, sorted by adapter slot and then by row."""

@@ -306,16 +306,18 @@ class Scheduler:
         wanting = self._guesser.wanting_mtp(sampled)
         if not len(wanting):
             return
-        short = rows.short(np.union1d(rows.ready_to_decode(), sampled))
-        named = []
-        for row in wanting.tolist():
-            # [0, planned)     computed by the model and the layer, in this step or before
-            # [planned, end)   computed by the layer alone, at the most
-            end = int(rows.planned[row]) + self._config.mtp_tokens - 1
-            if end <= self._reach(row, short):
-                self._grow_up_to(end, row, short, draft)
-                named.append(row)
-        draft.guess_next(np.array(named, np.int32))
+        # [0, planned)     computed by the model and the layer, in this step or before
+        # [planned, end)   computed by the layer alone, at the most
+        ends = rows.planned[wanting] + np.int32(self._config.mtp_tokens - 1)
+        has_pages = ends <= rows.capacity[wanting]
+        if not has_pages.all():
+            short = rows.short(np.union1d(rows.ready_to_decode(), sampled))
+            for index in np.flatnonzero(~has_pages).tolist():
+                row, end = int(wanting[index]), int(ends[index])
+                if end <= self._reach(row, short):
+                    self._grow_up_to(end, row, short, draft)
+                    has_pages[index] = True
+        draft.guess_next(wanting[has_pages])
         self._guesser.expect_mtp(draft.mtp_rows)
 
     def _reach(self, row: int, short: set[int]) -> int:

@@ -32,6 +32,7 @@ from tests.conformance.engines import (
     load_model,
     prompts_with_shared_prefixes,
 )
+from tests.conformance.mtp_checkpoints import write_mtp_checkpoint
 from tests.conformance.test_guesses import PENALTIES, assert_some_right, undecided
 from tests.parallel.threads import on_ranks
 
@@ -210,6 +211,33 @@ def test_guesses_beside_recurrent_states_are_checked_by_graphs(
         assert then.num_cached_tokens > sum(map(len, prompts)), "answers, too"
     assert found.tokens == plain
     assert then.tokens == plain_then
+    assert {"StepOutput", "Tensor"} == set(device.replays)
+
+
+@pytest.mark.parametrize("case", ["qwen3.5", "glm4-moe", "deepseek-v3"])
+def test_an_mtp_layer_is_part_of_graphs(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in steps with prompts, as there are more requests than rows."""
+    monkeypatch.setattr(choose, "has_triton", lambda: True)
+    write_mtp_checkpoint(case, tmp_path, predictable=True)
+    prompts = prompts_with_shared_prefixes(
+        vocab_size=VOCAB_SIZE, longest=60, seed=7, count=NUM_REQUESTS
+    )
+    sampling = [replace(GREEDY, max_tokens=4 + index) for index in range(NUM_REQUESTS)]
+    options: dict[str, Any] = {"context": CONTEXT, "page_size": 16, "attention": "triton"}
+    with TinyEngine(load_model(tmp_path, context=CONTEXT, fused=True), **options) as engine:
+        plain = engine.run(prompts, sampling).tokens
+    model, device = load_model(tmp_path, context=CONTEXT, fused=True, mtp=True), RecordingDevice()
+    graphs: dict[str, Any] = {"graph_sizes": (1, 8, 64), "chunk_graph_sizes": (16, 64, 128)}
+    with TinyEngine(model, **options, **graphs, device=device, mtp_tokens=3) as engine:
+        device.replays.clear()
+        found = engine.run(prompts, sampling)
+        num_guesses, num_right = engine.num_guesses
+    assert found.tokens == plain
+    assert num_right > num_guesses / 2
+    # each step, and the guesses of nearly each
+    assert found.num_steps < len(device.replays) <= 2 * found.num_steps
     assert {"StepOutput", "Tensor"} == set(device.replays)
 
 

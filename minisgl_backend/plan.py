@@ -314,7 +314,7 @@ class StepPlan:
     ``mtp_rows``: rows that get a token and whose next tokens the model's MTP layer then guesses,
     each once, in the order of ``sample_rows``. They have pages for all positions that this may
     take: ``speculative_mtp_tokens`` - 1 after those of the step. The guesses stay on the device for
-    the row's next check, unless the row is also in ``masked_rows`` (``told_rows``).
+    the row's next check. Those for ``reported_rows`` come back, too.
     ``masked_rows``: the rows that get a token and whose request has a grammar, each once, in the
     order of ``sample_rows``. If there are any, the step waits for the masks of their samples before
     it samples (``Pending.mask``).
@@ -356,7 +356,7 @@ class StepPlan:
         return np.concatenate([self.checks.positions + 1, of_chunks, self.decodes.positions + 1])
 
     @property
-    def told_rows(self) -> IntArray:
+    def reported_rows(self) -> IntArray:
         """Those of ``mtp_rows`` for which the planner must know the guesses, int32[n]; on rank 0
         only, as ``masked_rows``."""
         if not len(self.masked_rows):
@@ -435,9 +435,9 @@ class SampledTokens:
     one for each token of a row that asked for logprobs, and for each row whose prompt is embedded
     and ends in this step.
     ``prompt_logprobs`` has one element for each of the plan's ``scores``, in their order.
-    ``mtp_guesses``, int32[num_told_rows, speculative_mtp_tokens], are guesses at the tokens after
-    the last one that the step has sampled for each of the plan's ``told_rows``. ``checked`` are the
-    tokens of the plan's checks, if there are some that the plan left to the device, int32[n].
+    ``mtp_guesses``, int32[num_reported_rows, speculative_mtp_tokens], are guesses at the tokens
+    after the last one that the step has sampled for each of the plan's ``reported_rows``.
+    ``checked`` are the tokens of the plan's checks, int32[n], if it left some to the device.
     """
 
     token_ids: IntArray
@@ -448,7 +448,7 @@ class SampledTokens:
     checked: IntArray | None = None
 
     def at(self, indices: IntArray) -> SampledTokens:
-        """The samples at ``indices``, and what belongs to them."""
+        """The samples at ``indices``, with their log-probabilities and embeddings."""
         return SampledTokens(
             self.token_ids[indices],
             _renumbered(self.logprobs, indices),

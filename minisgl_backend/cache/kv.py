@@ -9,7 +9,8 @@ finite token, sampled from a sequence, verifies all pages of the sequence, becau
 on every position before it. A page that is written and not verified is *suspect*; once it is free
 again, it is *broken*: ``take_broken`` names it, and the executor clears it. (A sliding window is
 the exception: NaN that only the last layer computes goes unnoticed, if its position has left the
-window by the time the first token is sampled.)
+window by the time the first token is sampled. And no token depends on the keys and values of an MTP
+layer. But these are made of finite numbers only.)
 
 The pages of a lease, in the order of their positions:
 

@@ -27,8 +27,8 @@ def are_decoded(checks: Checks, most_read_again: int | None) -> bool:
 
 def as_decodes(plan: StepPlan) -> tuple[Decodes, IntArray, Groups]:
     """What a step decodes if checks are decoded, which come first, and whose rows occur several
-    times; its tokens, int32 [num_decodes], each a token id or ``LAST_TOKEN``, or none if all are
-    that; and the plan's groups, by index."""
+    times; its tokens, int32 [num_decodes], each a token id or a number below 0 as in plans, or none
+    if all are ``LAST_TOKEN``; and the plan's groups, by index."""
     checks, decodes, groups = plan.checks, plan.decodes, plan.groups_by_index
     if not len(checks.rows):
         return decodes, EMPTY, groups

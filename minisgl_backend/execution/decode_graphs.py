@@ -226,7 +226,8 @@ class DecodeGraphs:
         all_logits: bool = True,
     ) -> StepOutput:
         """Enqueue a decode step that first writes ``grants``, int32 [3, num_grants]. ``tokens``,
-        int32 [num_decodes], are each a token id or ``LAST_TOKEN``; if there are none, all are that.
+        int32 [num_decodes], are each a token id or below 0 (``StepInputs``); if there are none, all
+        are ``LAST_TOKEN``.
         Members of ``groups`` are indices of ``decodes``. ``unsettled`` is given if there are
         guesses and ``take_checks``. ``all_logits``: see ``Sampler.sample``.
 

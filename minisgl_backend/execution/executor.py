@@ -11,6 +11,7 @@ Must not know waiting requests, the cache, or why rows and pages are granted.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
@@ -43,6 +44,8 @@ from minisgl_backend.models.decoder import Decoder
 from minisgl_backend.plan import Copies, Draws, Pending, StepPlan
 from minisgl_backend.progress import Progress, unseen
 from minisgl_backend.request import IntArray
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -91,6 +94,7 @@ class ModelExecutor:
         self._is_broken = False
         self._unmasked: MaskedStep | None = None
         self._guesses = GuessesOnHost()
+        self._has_sampled = False  # in the step that the device is at
         self.stages = device.submit(
             lambda: Stages(
                 model,
@@ -121,7 +125,7 @@ class ModelExecutor:
                 self._submit,
                 checked=checked,
                 guess=guess,
-                told=np.flatnonzero(np.isin(plan.mtp_rows, plan.told_rows)),
+                reported=np.flatnonzero(np.isin(plan.mtp_rows, plan.masked_rows)),
             )
             return self._unmasked
         step = LaunchedStep(self._submit(lambda: self._begin(plan, loaded)()), checked)
@@ -173,7 +177,7 @@ class ModelExecutor:
         No other step may be queued in between. ``loaded`` are the adapters that the step loads, on
         rank 0. Unless rows wait for masks, the second function queues a captured step as a whole.
         """
-        stages = self.stages
+        stages, self._has_sampled = self.stages, False
         self._write(plan, loaded)
         grants = stages.rows.lines_of(plan.grants, plan.window_grants)
         all_logits = self._group.size == 1 or stages.sampler.need_all_logits(plan.sample_rows)
@@ -217,7 +221,17 @@ class ModelExecutor:
         was sampled while they are made."""
         mtp = self.stages.mtp
         assert mtp is not None
-        guesses = self._submit(lambda: self.device.download(mtp.guess(rows)))
+
+        def guess() -> Tensor:
+            if not self._has_sampled:
+                raise InvariantError("the step broke before it could sample")
+            try:
+                return self.device.download(mtp.guess(rows))
+            except Exception:  # which nothing else shows, unless the guesses are checked
+                logger.exception("the MTP layer could not guess")
+                raise
+
+        guesses = self._submit(guess)
         self._guesses.put(rows, guesses)
         return guesses
 
@@ -272,6 +286,7 @@ class ModelExecutor:
     ) -> HostOutput:
         """Queue sampling, then the scores of prompts, then copies of all results to the host."""
         output, rows, scored = sample(), plan.sample_rows, None
+        self._has_sampled = True
         if score is not None:
             with self.stages.mark("prompt logprobs"):
                 found = score()
@@ -306,13 +321,12 @@ class ModelExecutor:
         if self._states is not None:
             self._states.compile(self.device.upload)
         warm_up.all_kinds()
-        if stages.mtp is not None:
-            stages.mtp.compile()
         if self._adapters is not None:
             self._adapters.with_dummy_adapter(warm_up.all_kinds)
         self.graphs = capture_steps(stages, progress)
         if stages.mtp is not None and stages.limits.graph_sizes:
-            stages.mtp.capture(batch_sizes(stages.limits.most_checks, None), progress)
+            most_rows = min(stages.limits.most_checks, stages.limits.graph_sizes[-1])
+            stages.mtp.capture(batch_sizes(most_rows, None), progress)
         if self._adapters is not None:
             self.adapter_graphs = capture_steps(stages, progress, adapted=True)
         is_grouped = take_groups_of(stages.attention) is not None

@@ -38,7 +38,6 @@ class _Placed:
     positions: Tensor
     slots: Tensor
     window_slots: Tensor | None
-    tokens: Tensor
     attend: Attend
 
 
@@ -78,8 +77,12 @@ class ForwardPass:
         adapters, adapted = self._adapters, None
         if adapters is not None and adapters.have_any(batch.rows):
             adapted = adapters.of_tokens(batch.rows)
+        tokens = upload(batch.tokens)  # int32 [num_tokens]
+        if num_own := num_decodes + int(batch.check_lengths.sum()):
+            own = tokens[:num_own]
+            own.copy_(self._rows.table.resolved(placed.rows[:num_own], own))
         hidden: Tensor = self._model(
-            placed.tokens,
+            tokens,
             placed.positions,
             placed.slots,
             placed.attend,
@@ -93,10 +96,15 @@ class ForwardPass:
         """The states of the MTP layer, [num_tokens, hidden_size], from the residual stream after
         the other layers, and from the token after each."""
         placed = self._placed(batch)
-        hidden = self._model.normed(hidden[: len(next_tokens)])
+        hidden = self._finite(hidden[: len(next_tokens)])
         return self._model.forward_mtp(
             next_tokens, hidden, placed.positions, placed.slots, placed.attend
         )
+
+    def _finite(self, hidden: Tensor) -> Tensor:
+        """What the MTP layer reads of the residual stream. No sampled token would show NaN in the
+        layer's keys and values, so there must be none (``cache.kv``)."""
+        return self._model.normed(hidden).nan_to_num_()
 
     def _placed(self, batch: FlatBatch) -> _Placed:
         upload, rows, num_decodes = self._device.upload, self._rows, batch.num_decodes
@@ -105,10 +113,6 @@ class ForwardPass:
         token_rows, positions, indices, offsets = upload(np.array(numbers, self._index_dtype))
         slots = rows.slots(token_rows, indices, offsets)  # [num_tokens]
         window_slots = rows.window_slots(token_rows, indices, offsets)
-        tokens = upload(batch.tokens)  # int32 [num_tokens]
-        if num_own := num_decodes + int(batch.check_lengths.sum()):
-            own = tokens[:num_own]
-            own.copy_(rows.table.resolved(token_rows[:num_own], own))
         chunks = decodes = None
         if len(batch.chunk_rows):
             chunks = Chunks(
@@ -133,7 +137,7 @@ class ForwardPass:
                 groups=batch.groups,
             )
         attend = self._attention.plan(decodes, chunks)
-        return _Placed(token_rows, positions, slots, window_slots, tokens, attend)
+        return _Placed(token_rows, positions, slots, window_slots, attend)
 
     def over_chunks(
         self,
@@ -227,7 +231,7 @@ class ForwardPass:
             rows=inputs.rows, lengths=inputs.lengths, page_table=self._rows.table.pages
         )
         attend = self._attention.plan(decodes, None)
-        hidden = self._model.normed(hidden)
+        hidden = self._finite(hidden)
         return self._model.forward_mtp(next_tokens, hidden, inputs.positions, inputs.slots, attend)
 
     def mtp_over_rows(

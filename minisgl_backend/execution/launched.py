@@ -38,7 +38,7 @@ class HostOutput:
 
     def sampled(self, checked: Checked | None) -> SampledTokens:
         """The results; valid once the device has run the step and the copies. ``checked`` returns
-        the tokens of checks, if the plan has not all of them."""
+        the tokens of checks, if the plan does not have all of them."""
         token_ids = self.tokens.numpy()
         logprobs = self.logprobs.by_sample(token_ids) if self.logprobs else {}
         scored = self.scored.by_chunk() if self.scored else ()
@@ -82,15 +82,15 @@ class MaskedStep:
         *,
         checked: Checked | None = None,
         guess: Callable[[], Submission[Tensor]] | None = None,
-        told: IntArray = EMPTY,
+        reported: IntArray = EMPTY,
     ):
         """``begin`` queues the first part, and returns a function that queues the rest. Then
-        ``guess`` queues the MTP layer's guesses, int32 [num_guesses, num_rows], of which the
-        columns ``told`` are told to the planner. ``checked``: see ``HostOutput.sampled``."""
+        ``guess`` queues the MTP layer's guesses, int32 [num_guesses, num_rows]; the planner gets
+        the columns ``reported``. ``checked``: see ``HostOutput.sampled``."""
         self._sampler = sampler
         self._submit = submit
         self._checked = checked
-        self._guess, self._told = guess, told
+        self._guess, self._reported = guess, reported
         self._guesses: Submission[Tensor] | None = None
         self._finish: Callable[[], HostOutput] | None = None
 
@@ -125,6 +125,6 @@ class MaskedStep:
         assert self._sampled is not None
         self._begun.result()  # raises what broke it
         sampled = self._sampled.result().sampled(self._checked)
-        if self._guesses is None or not len(self._told):
+        if self._guesses is None or not len(self._reported):
             return sampled
-        return replace(sampled, mtp_guesses=self._guesses.result().numpy()[:, self._told].T)
+        return replace(sampled, mtp_guesses=self._guesses.result().numpy()[:, self._reported].T)

@@ -102,7 +102,8 @@ class MTPGuesses:
         table = self._table
         is_last = table.lengths.index_select(0, rows) == positions
         to = torch.where(is_last, rows, table.dummy_row).long()
-        self._states.index_copy_(0, to, states)
+        # padding of graphs reads the dummy row's, and must write finite keys and values
+        self._states.index_copy_(0, to, states.nan_to_num())
 
     def guess(self, rows: IntArray) -> Tensor:
         """Guess the tokens after the last one of each of ``rows``, as many as the row table has
@@ -119,10 +120,6 @@ class MTPGuesses:
         graph = self._graphs[sizes[at]]
         graph.replay()
         return graph.output[:, : len(rows)]
-
-    def compile(self) -> None:
-        """Compile the kernels, by guesses for the dummy row."""
-        self.guess(np.array([self._table.dummy_row], np.int32))
 
     def capture(self, sizes: Sequence[int], progress: Progress) -> None:
         """Capture graphs for these numbers of rows."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.execution.flat_batch import FlatBatch
 from minisgl_backend.execution.logprobs import RawLogprobs
+from minisgl_backend.execution.mtp import MTPGuesses
 from minisgl_backend.execution.stages import Stages
 from minisgl_backend.limits import Limits
 from minisgl_backend.plan import (
@@ -50,6 +51,20 @@ class WarmUp:
         self._step([], 1)
         for num_decodes in _powers_of_two(self._limits.max_rows):
             self._step([1], num_decodes)  # attention may have a kernel for each
+        if self._stages.mtp is not None:
+            for num_rows in (1, self._limits.most_checks):
+                self._guess(self._stages.mtp, num_rows)
+
+    def _guess(self, mtp: MTPGuesses, num_rows: int) -> None:
+        """Let the MTP layer guess for as many dummy rows."""
+        try:
+            mtp.guess(np.full(num_rows, self._stages.rows.table.dummy_row, np.int32))
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(
+                f"guesses of the MTP layer for {num_rows} rows do not fit beside the KV pages, "
+                f"with {self._stages.device.free_memory() / 2**30:.1f} GiB free: lower "
+                "memory_ratio, num_pages or speculative_max_requests"
+            ) from error
 
     def largest(self, *, grouped: bool = False) -> None:
         """Run the largest step, in which all rows without a chunk decode, and as many guesses are

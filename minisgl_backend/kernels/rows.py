@@ -79,8 +79,8 @@ class RowTable:
         return len(self.lengths) - 1
 
     def resolved(self, rows: Tensor, tokens: Tensor) -> Tensor:
-        """``tokens`` of ``rows``, int32 [num_tokens] each, with those in place that the table
-        has."""
+        """``tokens`` of ``rows``, int32 [num_tokens] each; the table has those that are below
+        0."""
         known = self.known[(-1 - tokens).clamp_(min=0), rows]
         return torch.where(tokens < 0, known, tokens)
 

@@ -529,7 +529,7 @@ class ModelSpec:
             )
 
     def with_mtp(self) -> ModelSpec:
-        """The same model with its MTP layer; raises ``ConfigError`` if there is none.
+        """The same model with its MTP layer; raises ``ConfigError`` if none is offered.
 
         The layer is one with attention over all positions and, if others have experts, with
         experts.

@@ -13,8 +13,8 @@ long as samples equal the guesses, the next sample is what a later step would ha
 depends only on the tokens before it, its position and the seed. So a row gets at least one token a
 step, and the same ones as without guesses, but for the rounding of larger steps.
 
-What the layer guesses stays on the device, and ``MTP_GUESS`` and below stand for it here. Only for
-rows with a grammar the guesses are told, since the grammar may not allow them.
+What the layer guesses stays on the device, and ``MTP_GUESS`` and below stand for it here. Only
+guesses for rows with a grammar are reported, since the grammar may not allow them.
 
 A form of speculative decoding (Leviathan et al., arXiv 2211.17192). Knows the tokens of rows, what
 their grammars leave open (``Lookahead``), and for which rows the layer has guessed. Must not know
@@ -102,12 +102,12 @@ class Guesser:
         """The step being planned brings guesses of the MTP layer for ``rows``."""
         self._mtp_at[rows] = self._rows.planned[rows]
 
-    def take_mtp(self, rows: IntArray, told_rows: IntArray, guesses: IntArray) -> None:
+    def take_mtp(self, rows: IntArray, reported_rows: IntArray, guesses: IntArray) -> None:
         """A step is committed in which the MTP layer has guessed for ``rows``. Those that were not
-        planned further since may use that. ``guesses``, int32[num_told_rows, mtp_tokens], are those
-        for ``told_rows``, which are the ones with a grammar."""
-        if len(told_rows):
-            self._mtp_guesses[told_rows] = guesses
+        planned further since may use that. ``guesses``, int32[num_reported_rows, mtp_tokens], are
+        those for ``reported_rows``, which are the ones with a grammar."""
+        if len(reported_rows):
+            self._mtp_guesses[reported_rows] = guesses
         rows = rows[self._rows.accepting[rows] & (self._rows.in_flight[rows] == 0)]
         self._mtp_at[rows] = self._rows.planned[rows]
 

@@ -66,12 +66,14 @@ class Intake:
         return result
 
     def _take_mtp(self, plan: StepPlan, guesses: IntArray) -> None:
-        """Let rows use what the MTP layer has guessed; ``guesses`` are those that are told."""
-        told_rows = plan.told_rows if len(plan.mtp_rows) else EMPTY
-        if len(guesses) != len(told_rows):
-            raise InvariantError(f"MTP guesses for {len(guesses)} rows, not for {len(told_rows)}")
+        """Let rows use what the MTP layer has guessed; ``guesses`` are those that are reported."""
+        reported_rows = plan.reported_rows if len(plan.mtp_rows) else EMPTY
+        if len(guesses) != len(reported_rows):
+            raise InvariantError(
+                f"MTP guesses for {len(guesses)} rows, not for {len(reported_rows)}"
+            )
         if self._guesser is not None and len(plan.mtp_rows):
-            self._guesser.take_mtp(plan.mtp_rows, told_rows, guesses)
+            self._guesser.take_mtp(plan.mtp_rows, reported_rows, guesses)
 
     def _take_scores(
         self, plan: StepPlan, scores: tuple[PromptLogprobs, ...]
@@ -205,8 +207,8 @@ class _Check:
 
 
 def _as_computed(checks: Checks, tokens: IntArray | None) -> Checks:
-    """The checks with the ``tokens`` that the device has computed, if it alone knew some of them;
-    else None."""
+    """The checks with the ``tokens`` that the device has computed; these are None if the plan had
+    all of them."""
     if tokens is None:
         if (checks.tokens < 0).any():
             raise InvariantError("the device does not tell the tokens of checks that it knows")

@@ -23,7 +23,10 @@ def test_steps_that_check_guesses_beside_plain_ones(tmp_path: Path) -> None:
     ("arguments", "complaint"),
     [
         ("", "--speculative-mtp-tokens must be above 0"),
-        ("--speculative-tokens 3 --speculative-mtp-tokens 1", "one of --speculative-tokens and"),
+        (
+            "--speculative-tokens 3 --speculative-mtp-tokens 1",
+            "exactly one of --speculative-",
+        ),
         ("--speculative-tokens 3 --batch-size 9", "--batch-size is at most"),
         ("--speculative-tokens 3 --max-prefill-tokens 63", "must be at least 64, so that a step"),
         ("--speculative-tokens 3 --output-tokens 1", "is not in the range x>=2"),

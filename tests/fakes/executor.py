@@ -339,13 +339,14 @@ class FakeExecutor:
         return tokens
 
     def _guess_next(self, plan: StepPlan) -> IntArray:
-        """Let the MTP layer guess; returns what is told, int32[num_told_rows, mtp_tokens]."""
+        """Let the MTP layer guess; returns what is reported, int32[num_reported_rows,
+        mtp_tokens]."""
         rows, sampled = plan.mtp_rows.tolist(), dict.fromkeys(plan.sample_rows.tolist())
         assert rows == [row for row in sampled if row in {*rows}], "each once, and in order"
         for row in rows:
             self._rows[row].mtp_guesses = self._mtp_guesses(row)
-        told = [self._rows[row].mtp_guesses for row in plan.told_rows.tolist()]
-        return np.array(told, dtype=np.int32).reshape(len(told), self.mtp_tokens)
+        reported = [self._rows[row].mtp_guesses for row in plan.reported_rows.tolist()]
+        return np.array(reported, dtype=np.int32).reshape(len(reported), self.mtp_tokens)
 
     def _mtp_guesses(self, row: int) -> list[int]:
         """Guess what comes after the row's last token, each guess as if those before it were right,

@@ -149,9 +149,9 @@ def test_guesses_for_masked_rows_are_told() -> None:
         mtp_rows=np.array([7, 2], np.int32),
         masked_rows=np.array([2, 5], np.int32),
     )
-    assert plan.told_rows.tolist() == [2]
-    assert not len(replace(plan, mtp_rows=EMPTY).told_rows)
-    assert not len(decode_plan(encode_plan(plan)).told_rows), "other ranks need not know"
+    assert plan.reported_rows.tolist() == [2]
+    assert not len(replace(plan, mtp_rows=EMPTY).reported_rows)
+    assert not len(decode_plan(encode_plan(plan)).reported_rows), "other ranks need not know"
 
 
 def test_what_stands_for_guesses_crosses_to_other_ranks() -> None:

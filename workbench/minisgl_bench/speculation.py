@@ -86,7 +86,7 @@ def speculation(
     batch_sizes = batch_sizes or _BATCHES
     if bool(options.speculative_tokens) == bool(options.speculative_mtp_tokens):
         raise click.UsageError(
-            "one of --speculative-tokens and --speculative-mtp-tokens must be above 0"
+            "exactly one of --speculative-tokens and --speculative-mtp-tokens must be above 0"
         )
     if max(batch_sizes) > options.speculative_max_requests:
         raise click.UsageError("--batch-size is at most --speculative-max-requests")

@@ -10,7 +10,7 @@ from typing import Final
 
 from minisgl_backend.experts_spec import ExpertsSpec, RoutingRule
 from minisgl_backend.models.config_json import ConfigReader
-from minisgl_backend.models.families.deepseek_experts import deepseek_experts, drafting_layers
+from minisgl_backend.models.families.deepseek_experts import deepseek_experts, mtp_prefixes
 from minisgl_backend.models.families.fields import (
     check_supported,
     layers_with_experts,
@@ -62,7 +62,7 @@ def read_deepseek_v3(config: ConfigReader) -> ModelSpec:
     return ModelSpec(
         architecture="DeepseekV3ForCausalLM",
         moe=moe if moe.layers else None,
-        names=TensorNames(left_out=drafting_layers(config, num_layers)),
+        names=TensorNames(left_out=mtp_prefixes(config, num_layers)),
         **mtp_behind(config, num_layers),
         **fields,
     )
@@ -106,7 +106,7 @@ def read_glm4_moe_lite(config: ConfigReader) -> ModelSpec:
     return ModelSpec(
         architecture="Glm4MoeLiteForCausalLM",
         moe=moe if layers else None,
-        names=TensorNames(left_out=drafting_layers(config, num_layers)),
+        names=TensorNames(left_out=mtp_prefixes(config, num_layers)),
         **mtp_behind(config, num_layers),
         **fields,
     )

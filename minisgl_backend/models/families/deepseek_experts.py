@@ -47,7 +47,7 @@ def read_glm4_moe(config: ConfigReader) -> ModelSpec:
         qkv_bias=config.flag("attention_bias"),
         qk_norm="head" if config.flag("use_qk_norm") else None,
         moe=deepseek_experts(config, num_layers, first=1),
-        names=TensorNames(left_out=drafting_layers(config, num_layers)),
+        names=TensorNames(left_out=mtp_prefixes(config, num_layers)),
         **mtp_behind(config, num_layers),
         **fields,
     )
@@ -137,13 +137,13 @@ def read_minimax_m2(config: ConfigReader) -> ModelSpec:
     experts = ExpertsSpec(routing=rule, intermediate_size=fields["intermediate_size"])
     correction = "e_score_correction_bias"
     renamed = (f".block_sparse_moe.{correction}", f".mlp.gate.{correction}")
-    drafting = config.integer("num_mtp_modules", 0, minimum=0)
+    num_mtp = config.integer("num_mtp_modules", 0, minimum=0)
     return ModelSpec(
         architecture="MiniMaxM2ForCausalLM",
         qk_norm="token",
         moe=MoeSpec(experts=experts, layers=frozenset(range(num_layers))),
         names=TensorNames(
-            renamed=(renamed, *OF_MIXTRAL), left_out=_layers_from(num_layers, drafting)
+            renamed=(renamed, *OF_MIXTRAL), left_out=_prefixes_from(num_layers, num_mtp)
         ),
         **fields,
     )
@@ -184,7 +184,7 @@ def read_hy_v3(config: ConfigReader) -> ModelSpec:
             (".mlp.expert_bias", ".mlp.gate.e_score_correction_bias"),
             (".mlp.shared_mlp.", ".mlp.shared_experts."),
         ),
-        left_out=drafting_layers(config, num_layers),
+        left_out=mtp_prefixes(config, num_layers),
     )
     experts = ExpertsSpec(routing=rule, intermediate_size=inner, shared=shared)
     return ModelSpec(
@@ -196,13 +196,13 @@ def read_hy_v3(config: ConfigReader) -> ModelSpec:
     )
 
 
-def drafting_layers(config: ConfigReader, num_layers: int) -> tuple[str, ...]:
+def mtp_prefixes(config: ConfigReader, num_layers: int) -> tuple[str, ...]:
     """How names of tensors begin in the layers that predict further tokens, which are left out:
     ``num_nextn_predict_layers`` behind the last one."""
-    return _layers_from(num_layers, config.integer("num_nextn_predict_layers", 1, minimum=0))
+    return _prefixes_from(num_layers, config.integer("num_nextn_predict_layers", 1, minimum=0))
 
 
-def _layers_from(first: int, number: int) -> tuple[str, ...]:
+def _prefixes_from(first: int, number: int) -> tuple[str, ...]:
     """How names of tensors begin in layers behind the last one, which predict further tokens."""
     return tuple(f"model.layers.{first + layer}." for layer in range(number))
 

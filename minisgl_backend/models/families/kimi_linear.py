@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Final
 
 from minisgl_backend.models.config_json import ConfigReader
-from minisgl_backend.models.families.deepseek_experts import deepseek_experts, drafting_layers
+from minisgl_backend.models.families.deepseek_experts import deepseek_experts, mtp_prefixes
 from minisgl_backend.models.families.fields import (
     HYBRID_KINDS,
     check_supported,
@@ -63,7 +63,7 @@ def read_kimi_linear(config: ConfigReader) -> ModelSpec:
         ropes=(None,) * num_layers,
         recurrent=delta if delta.layers else None,
         moe=moe if with_experts else None,
-        names=TensorNames(renamed=OF_MIXTRAL, left_out=drafting_layers(config, num_layers)),
+        names=TensorNames(renamed=OF_MIXTRAL, left_out=mtp_prefixes(config, num_layers)),
         **fields,
     )
 

@@ -93,8 +93,8 @@ def commit(
     mtp_guesses: Seq[Seq[int]] = (),
     checked: Seq[int] | None = None,
 ) -> StepResult:
-    """``mtp_guesses``: those of each of the plan's ``told_rows``. ``checked``: the tokens of its
-    checks, if the device alone knew some."""
+    """``mtp_guesses``: those of each of the plan's ``reported_rows``. ``checked``: the tokens of
+    its checks, if the device alone knew some."""
     count = len(plan.sample_rows)
     ids = [token] * count if isinstance(token, int) else list(token)
     guesses = np.array(mtp_guesses, dtype=np.int32)

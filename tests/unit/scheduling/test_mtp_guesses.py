@@ -46,11 +46,11 @@ def landed(
     scheduler: Scheduler, plan: StepPlan, token: int | Seq[int], were: Seq[int] = MORE
 ) -> StepResult:
     """Commit a step. The guesses in its checks that were left to the device ``were`` these; those
-    that are told now are ``MORE``."""
+    that are reported now are ``MORE``."""
     checked = [were[LEFT.index(it)] if it in LEFT else it for it in plan.checks.tokens.tolist()]
     is_left = bool((plan.checks.tokens < 0).any())
-    told = [MORE] * len(plan.told_rows)
-    return commit(scheduler, plan, token, told, checked if is_left else None)
+    reported = [MORE] * len(plan.reported_rows)
+    return commit(scheduler, plan, token, reported, checked if is_left else None)
 
 
 def named(plan: StepPlan) -> list[int]:
@@ -262,7 +262,7 @@ def test_wrong_guesses_make_neither_fewer_nor_a_pause() -> None:
 
 
 def test_guesses_for_another_position_are_not_used() -> None:
-    """While it is checked what was looked up, the layer guesses nothing, since that may reach the
+    """Beside a check of what was looked up the layer guesses nothing, since the check may reach the
     end."""
     one = said_before(0, 10)
     at = len(one.prompt)
@@ -414,12 +414,12 @@ def test_guesses_of_the_layer_come_before_those_that_are_looked_up_under_a_gramm
 
 
 def test_rows_with_a_grammar_have_guesses_beside_others_without() -> None:
-    """Only theirs are told, and only those of the others stay on the device."""
+    """Only theirs are reported, and only those of the others stay on the device."""
     scheduler = started(request(0, 4, 20), with_grammar(1))
     plan = scheduler.plan(Told())
     assert plan is not None
     assert guessed(plan) == {0: (4, [20, *LEFT]), 1: (4, [20, *MORE])}
-    assert (named(plan), plan.told_rows.tolist()) == ([0, 1], [1])
+    assert (named(plan), plan.reported_rows.tolist()) == ([0, 1], [1])
     checked = (20, 31, 32, 33, 20, *MORE)
     result = commit(scheduler, plan, (31, 9, 0, 0, 21, 22, 9, 0), [(41, 42, 43)], checked)
     assert result.token_ids.tolist() == [31, 21, 22, 9, 9]
@@ -522,7 +522,7 @@ def test_guesses_of_a_row_with_a_grammar_are_told() -> None:
     scheduler = make(mtp_tokens=3)
     scheduler.add(with_grammar(0))
     plan = planned(scheduler)
-    assert named(plan) == plan.told_rows.tolist() == [0]
+    assert named(plan) == plan.reported_rows.tolist() == [0]
     with pytest.raises(InvariantError, match="MTP guesses for 0 rows, not for 1"):
         commit(scheduler, plan, 20)
 
@@ -531,7 +531,7 @@ def test_guesses_of_a_row_without_a_grammar_are_not_told() -> None:
     scheduler = make(mtp_tokens=3)
     scheduler.add(request(0, 4, 20))
     plan = planned(scheduler)
-    assert named(plan) == [0] and not len(plan.told_rows)
+    assert named(plan) == [0] and not len(plan.reported_rows)
     with pytest.raises(InvariantError, match="MTP guesses for 1 rows, not for 0"):
         commit(scheduler, plan, 20, [MORE])
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
@@ -44,6 +44,7 @@ from minisgl_backend.request import (
     SamplingParams,
     TokenLogprobs,
 )
+from minisgl_backend.runtime import ports
 from minisgl_backend.scheduling.scheduler import Scheduler, SchedulerConfig
 
 MAX_ROWS = 16
@@ -83,19 +84,8 @@ class Outcome:
     prompt_logprobs: list[list[PromptLogprobs]]
     embeddings: dict[int, FloatArray] = field(default_factory=dict)
     failed: set[int] = field(default_factory=set)
-    mtp_guesses: list[MTPGuess] = field(default_factory=list)
     num_cached_tokens: int = 0
     num_steps: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class MTPGuess:
-    """What the MTP layer has guessed after the first ``num_tokens`` of a request's answer, if that
-    was checked."""
-
-    index: int
-    num_tokens: int
-    tokens: list[int]
 
 
 class TinyEngine(AbstractContextManager["TinyEngine"]):
@@ -126,9 +116,10 @@ class TinyEngine(AbstractContextManager["TinyEngine"]):
         mtp_tokens: int = 0,
         adapter_slots: AdapterSlots | None = None,
         adapter_store: AdapterStore | None = None,
+        wrap: Callable[[ports.Scheduler], ports.Scheduler] = lambda scheduler: scheduler,
     ):
-        """By default there are fewer ``num_snapshots``, for recurrent layers, than prompts, so that
-        some are evicted."""
+        """``wrap`` gets the planner, and returns what takes its place. By default there are fewer
+        ``num_snapshots``, for recurrent layers, than prompts, so that some are evicted."""
         most_guessed = max(speculative_tokens, mtp_tokens)
         num_checks = MAX_ROWS if most_guessed else 0
         device = device or CpuDevice()
@@ -225,9 +216,10 @@ class TinyEngine(AbstractContextManager["TinyEngine"]):
             cache = SnapshotCache(num_pages, page_size, num_snapshots)
         elif radix:
             cache = RadixCache(num_pages, page_size, windows=windows)
-        self._scheduler = Scheduler(cache, config)
+        scheduler = Scheduler(cache, config)
+        self._check = scheduler.check
+        self._scheduler = wrap(scheduler)
         self._overlap = overlap
-        self._indices: dict[int, int] = {}  # of the rows' requests
 
     def __exit__(
         self,
@@ -275,18 +267,11 @@ class TinyEngine(AbstractContextManager["TinyEngine"]):
             if flight is not None:
                 self._commit(*flight, outcome)
             flight = launched
-        self._scheduler.check()
+        self._check()
         return outcome
 
     def _commit(self, plan: StepPlan, pending: Pending, outcome: Outcome) -> None:
-        self._indices |= {admission.row: admission.request_id for admission in plan.admissions}
-        tokens = pending.tokens()
-        if tokens.checked is not None:
-            for row, guesses in replace(plan.checks, tokens=tokens.checked).guesses().items():
-                index = self._indices[row]
-                guess = MTPGuess(index, len(outcome.tokens[index]), guesses.tolist())
-                outcome.mtp_guesses.append(guess)
-        result = self._scheduler.commit(plan, tokens)
+        result = self._scheduler.commit(plan, pending.tokens())
         for request_id, scored in result.scored:
             outcome.prompt_logprobs[request_id].append(scored)
         for request_id, vector in result.embedded:

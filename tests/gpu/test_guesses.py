@@ -13,6 +13,7 @@ import pytest
 from minisgl_backend.build import build_engine
 from minisgl_backend.config import DEMO_MODEL, EngineOptions
 from minisgl_backend.kernels.dispatch import is_interpreted
+from minisgl_backend.parts import STANDARD, Parts
 from minisgl_backend.request import Grammar, GrammarKind, IntArray, SamplingParams
 from minisgl_backend.scheduling.report import SchedulerStats
 from minisgl_bench.dummy_model import SHAPES, write_dummy_model
@@ -45,7 +46,12 @@ WAYS: list[dict[str, Any]] = [
 
 
 def served(
-    model: Path, prompts: list[IntArray], sampling: list[SamplingParams], **options: Any
+    model: Path,
+    prompts: list[IntArray],
+    sampling: list[SamplingParams],
+    *,
+    parts: Parts = STANDARD,
+    **options: Any,
 ) -> tuple[list[list[int]], SchedulerStats]:
     """The tokens of all requests, which run at once, and the planner's counts after them."""
     chosen = {"max_running_requests": 8, "num_pages": 1024, "max_prefill_tokens": 512, **options}
@@ -55,7 +61,8 @@ def served(
             device="cuda",
             max_sequence_length=CONTEXT,
             **{"dtype": "float32", **chosen},
-        )
+        ),
+        parts,
     )
     try:
         given = zip(prompts, sampling, strict=True)
@@ -136,10 +143,14 @@ def test_batch_invariant_tokens_do_not_depend_on_guesses_at_all(tmp_path: Path) 
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     rng = np.random.default_rng(SEEDS["qwen3"])
     prompts = [rng.choice(FEW, 30 + 7 * index).astype(np.int32) for index in range(len(SAMPLING))]
-    options = {"dtype": "bfloat16", "batch_invariant": True, "load_format": "dummy"}
+    options: dict[str, Any] = {
+        "dtype": "bfloat16",
+        "batch_invariant": True,
+        "load_format": "dummy",
+    }
     plain, _ = served(folder, prompts, SAMPLING, **options)
     for changed in ({}, {"cuda_graph_max_batch_size": 0}):
-        asked = {**options, **changed, "speculative_tokens": 5}
+        asked: dict[str, Any] = {**options, **changed, "speculative_tokens": 5}
         tokens, stats = served(folder, prompts, SAMPLING, **asked)
         assert tokens == plain, changed
         assert stats.num_right_guesses

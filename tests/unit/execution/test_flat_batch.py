@@ -103,6 +103,15 @@ def test_tokens_of_decoding_rows_are_known_to_the_device() -> None:
     assert alone.tokens.tolist() == [LAST_TOKEN, LAST_TOKEN]
 
 
+def test_the_token_after_each_is_named_unless_one_is_sampled() -> None:
+    plan = plan_of([(3, 0, 3, 0), (5, 8, 2, 1), (6, 2, 1, 0)], [(2, 9)], [(1, 7, 3)])
+    (_, b, c), (_, e), _ = np.split(plan.chunks.tokens, [3, 5])
+    named = [b, c, 7, e, TO_SAMPLE, 7]
+    assert FlatBatch.of(plan).next_tokens.tolist() == [*[TO_SAMPLE] * 4, *named]
+    alone = FlatBatch.of(replace(plan, chunks=PromptChunks()))
+    assert alone.next_tokens.tolist() == [TO_SAMPLE] * 4
+
+
 def test_an_empty_plan() -> None:
     flat = FlatBatch.of(plan_of([], []))
     assert len(flat.positions) == len(flat.sample_indices) == flat.num_decodes == 0

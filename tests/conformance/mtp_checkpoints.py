@@ -55,7 +55,10 @@ class MTPReference(nn.Module):
         x = self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(hidden)], dim=-1))[None]
         positions = torch.arange(len(after))[None]
         mask = torch.full((len(after), len(after)), float("-inf")).triu(1)[None, None]
-        rotation = self.model.get_decoder().rotary_emb(x, positions)
+        in_grids = positions
+        if self.model.config.model_type.startswith("qwen3_5"):  # height and width, too
+            in_grids = positions.expand(3, 1, -1)
+        rotation = self.model.get_decoder().rotary_emb(x, in_grids)
         x = self.layer(x, attention_mask=mask, position_ids=positions, position_embeddings=rotation)
         states: Tensor = self.norm(x[0])
         return states

@@ -104,8 +104,8 @@ def speculation(
                 steps(engine, batch, **lengths)
             return engine.info, [steps(engine, batch, **lengths) for batch in batch_sizes]
 
+    info, checks = measured(options)  # first, as the model may lack what is asked for
     _, plain = measured(replace(options, speculative_tokens=0, speculative_mtp_tokens=0))
-    info, checks = measured(options)
     report = Report("steps that check guesses", info=engine_facts(info, options))
     for batch, alone, check in zip(batch_sizes, plain, checks, strict=True):
         report.add(

@@ -374,7 +374,7 @@ def structured(
     json_path: Path | None,
 ) -> None:
     """What structured outputs cost: throughput, time to the first token, masks. What they gain by
-    guesses, with --speculative-tokens."""
+    guesses, with --speculative-tokens or --speculative-mtp-tokens."""
     streams = Streams(
         requests=requests,
         input_length=input_length,

@@ -134,7 +134,8 @@ class Scheduler:
             assert config.section is None and cache.windows is None
         recent: RecentAnswers | None = None
         if config.speculative_tokens or config.mtp_tokens:
-            recent = RecentAnswers(config.speculative_recent_tokens)
+            looks_up = config.speculative_tokens > 0
+            recent = RecentAnswers(config.speculative_recent_tokens if looks_up else 0)
         self._life = Lifecycle(
             cache,
             config.max_running_requests,

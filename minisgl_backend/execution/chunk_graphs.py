@@ -48,11 +48,10 @@ class ChunkInputs:
 
     As in ``FlatBatch``, the tokens of decoding rows come first, then those of chunks: ``tokens``
     [num_tokens], each a token id or below 0 (``RowTable.known``), with their ``rows`` and
-    ``positions``. Then
-    come ``chunk_rows`` [max_chunks], ``chunk_offsets`` [max_chunks + 1] and ``chunk_ends``
-    [max_chunks]; and the decoding rows once more, ``decode_rows`` [max_decodes], with their
-    ``decode_lengths``, which include the new position. The unused end of each part is padding: the
-    dummy row, or empty chunks.
+    ``positions``. Then come ``chunk_rows`` [max_chunks], ``chunk_offsets`` [max_chunks + 1] and
+    ``chunk_ends`` [max_chunks]; and the decoding rows once more, ``decode_rows`` [max_decodes],
+    with their ``decode_lengths``, which include the new position. The unused end of each part is
+    padding: the dummy row, or empty chunks.
     """
 
     buffer: Tensor

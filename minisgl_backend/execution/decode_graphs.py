@@ -227,9 +227,8 @@ class DecodeGraphs:
     ) -> StepOutput:
         """Enqueue a decode step that first writes ``grants``, int32 [3, num_grants]. ``tokens``,
         int32 [num_decodes], are each a token id or below 0 (``StepInputs``); if there are none, all
-        are ``LAST_TOKEN``.
-        Members of ``groups`` are indices of ``decodes``. ``unsettled`` is given if there are
-        guesses and ``take_checks``. ``all_logits``: see ``Sampler.sample``.
+        are ``LAST_TOKEN``. Members of ``groups`` are indices of ``decodes``. ``unsettled`` is given
+        if there are guesses and ``take_checks``. ``all_logits``: see ``Sampler.sample``.
 
         The first elements of the output belong to the rows, the others to padding.
         """

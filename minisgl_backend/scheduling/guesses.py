@@ -78,14 +78,14 @@ class Guesser:
         self._are_mtp = np.zeros(num_rows, dtype=np.bool_)  # whether the last guesses were
         self._mtp_at = np.full(num_rows, _NOWHERE, dtype=np.int32)  # the planned position that ...
         self._mtp_guesses = np.zeros((num_rows, mtp_tokens), dtype=np.int32)  # ... these are for
-        self._untold = MTP_GUESS - np.arange(mtp_tokens, dtype=np.int32)  # what stands for them
+        self._codes = MTP_GUESS - np.arange(mtp_tokens, dtype=np.int32)  # what stands for them
 
     def begin(self, row: int) -> None:
         """A sequence has taken the row."""
         self._may_have[row] = self._most_tokens
         self._begin_at[row] = 0
         self._mtp_at[row] = _NOWHERE
-        self._mtp_guesses[row] = self._untold
+        self._mtp_guesses[row] = self._codes
 
     def wanting_mtp(self, rows: IntArray) -> IntArray:
         """Those of ``rows``, which get a token in the step being planned, that can use guesses of

@@ -10,7 +10,7 @@ from typing import Final
 
 from minisgl_backend.experts_spec import ExpertsSpec, RoutingRule
 from minisgl_backend.models.config_json import ConfigReader
-from minisgl_backend.models.families.deepseek_experts import deepseek_experts, mtp_prefixes
+from minisgl_backend.models.families.deepseek_experts import deepseek_experts
 from minisgl_backend.models.families.fields import (
     check_supported,
     layers_with_experts,
@@ -19,7 +19,7 @@ from minisgl_backend.models.families.fields import (
     text_part,
 )
 from minisgl_backend.models.families.latents import latent_fields
-from minisgl_backend.models.families.mtp_layers import mtp_behind
+from minisgl_backend.models.families.mtp_layers import left_out_mtp, mtp_behind
 from minisgl_backend.models.spec import MOST_EXPERTS, MOST_WIDTH, ModelSpec, MoeSpec
 from minisgl_backend.models.tensor_names import TensorNames
 
@@ -62,7 +62,7 @@ def read_deepseek_v3(config: ConfigReader) -> ModelSpec:
     return ModelSpec(
         architecture="DeepseekV3ForCausalLM",
         moe=moe if moe.layers else None,
-        names=TensorNames(left_out=mtp_prefixes(config, num_layers)),
+        names=TensorNames(left_out=left_out_mtp(config, num_layers)),
         **mtp_behind(config, num_layers),
         **fields,
     )
@@ -106,7 +106,7 @@ def read_glm4_moe_lite(config: ConfigReader) -> ModelSpec:
     return ModelSpec(
         architecture="Glm4MoeLiteForCausalLM",
         moe=moe if layers else None,
-        names=TensorNames(left_out=mtp_prefixes(config, num_layers)),
+        names=TensorNames(left_out=left_out_mtp(config, num_layers)),
         **mtp_behind(config, num_layers),
         **fields,
     )

@@ -20,7 +20,11 @@ from minisgl_backend.models.families.fields import (
     windows_by_kind,
 )
 from minisgl_backend.models.families.mistral import OF_MIXTRAL
-from minisgl_backend.models.families.mtp_layers import mtp_behind
+from minisgl_backend.models.families.mtp_layers import (
+    left_out_mtp,
+    mtp_behind,
+    names_behind,
+)
 from minisgl_backend.models.spec import (
     MOST_EXPERTS,
     MOST_HEADS,
@@ -47,7 +51,7 @@ def read_glm4_moe(config: ConfigReader) -> ModelSpec:
         qkv_bias=config.flag("attention_bias"),
         qk_norm="head" if config.flag("use_qk_norm") else None,
         moe=deepseek_experts(config, num_layers, first=1),
-        names=TensorNames(left_out=mtp_prefixes(config, num_layers)),
+        names=TensorNames(left_out=left_out_mtp(config, num_layers)),
         **mtp_behind(config, num_layers),
         **fields,
     )
@@ -143,7 +147,7 @@ def read_minimax_m2(config: ConfigReader) -> ModelSpec:
         qk_norm="token",
         moe=MoeSpec(experts=experts, layers=frozenset(range(num_layers))),
         names=TensorNames(
-            renamed=(renamed, *OF_MIXTRAL), left_out=_prefixes_from(num_layers, num_mtp)
+            renamed=(renamed, *OF_MIXTRAL), left_out=names_behind(num_layers, num_mtp)
         ),
         **fields,
     )
@@ -184,7 +188,7 @@ def read_hy_v3(config: ConfigReader) -> ModelSpec:
             (".mlp.expert_bias", ".mlp.gate.e_score_correction_bias"),
             (".mlp.shared_mlp.", ".mlp.shared_experts."),
         ),
-        left_out=mtp_prefixes(config, num_layers),
+        left_out=left_out_mtp(config, num_layers),
     )
     experts = ExpertsSpec(routing=rule, intermediate_size=inner, shared=shared)
     return ModelSpec(
@@ -194,17 +198,6 @@ def read_hy_v3(config: ConfigReader) -> ModelSpec:
         **mtp_behind(config, num_layers, norm="final_layernorm"),
         **fields,
     )
-
-
-def mtp_prefixes(config: ConfigReader, num_layers: int) -> tuple[str, ...]:
-    """How names of tensors begin in the layers that predict further tokens, which are left out:
-    ``num_nextn_predict_layers`` behind the last one."""
-    return _prefixes_from(num_layers, config.integer("num_nextn_predict_layers", 1, minimum=0))
-
-
-def _prefixes_from(first: int, number: int) -> tuple[str, ...]:
-    """How names of tensors begin in layers behind the last one, which predict further tokens."""
-    return tuple(f"model.layers.{first + layer}." for layer in range(number))
 
 
 def deepseek_experts(config: ConfigReader, num_layers: int, *, first: int) -> MoeSpec:

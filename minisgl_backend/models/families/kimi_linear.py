@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Final
 
 from minisgl_backend.models.config_json import ConfigReader
-from minisgl_backend.models.families.deepseek_experts import deepseek_experts, mtp_prefixes
+from minisgl_backend.models.families.deepseek_experts import deepseek_experts
 from minisgl_backend.models.families.fields import (
     HYBRID_KINDS,
     check_supported,
@@ -16,6 +16,7 @@ from minisgl_backend.models.families.fields import (
 )
 from minisgl_backend.models.families.latents import latent_fields
 from minisgl_backend.models.families.mistral import OF_MIXTRAL
+from minisgl_backend.models.families.mtp_layers import left_out_mtp
 from minisgl_backend.models.spec import MOST_HEADS, KimiDeltaSpec, ModelSpec
 from minisgl_backend.models.tensor_names import TensorNames
 
@@ -63,7 +64,7 @@ def read_kimi_linear(config: ConfigReader) -> ModelSpec:
         ropes=(None,) * num_layers,
         recurrent=delta if delta.layers else None,
         moe=moe if with_experts else None,
-        names=TensorNames(renamed=OF_MIXTRAL, left_out=mtp_prefixes(config, num_layers)),
+        names=TensorNames(renamed=OF_MIXTRAL, left_out=left_out_mtp(config, num_layers)),
         **fields,
     )
 

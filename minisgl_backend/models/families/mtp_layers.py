@@ -46,6 +46,16 @@ def mtp_behind(
     return {"mtp": MTPSpec(renamed=renamed, left_out=copies)}
 
 
+def left_out_mtp(config: ConfigReader, num_layers: int) -> tuple[str, ...]:
+    """How names of tensors of MTP layers in that layout begin, for ``TensorNames.left_out``."""
+    return names_behind(num_layers, config.integer("num_nextn_predict_layers", 1, minimum=0))
+
+
+def names_behind(num_layers: int, number: int) -> tuple[str, ...]:
+    """How names of tensors of this ``number`` of layers behind the last one begin."""
+    return tuple(f"model.layers.{num_layers + layer}." for layer in range(number))
+
+
 def _why_not(config: ConfigReader, key: str) -> str:
     """Why there is not exactly one MTP layer, by the number that ``key`` gives."""
     number = config.integer(key, 1, minimum=0)

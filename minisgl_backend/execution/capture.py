@@ -14,10 +14,8 @@ from enum import Enum
 from functools import partial
 from typing import Generic, TypeVar
 
-import torch
-
 from minisgl_backend.device.base import Device, Graph
-from minisgl_backend.errors import ConfigError
+from minisgl_backend.execution.fitting import must_fit
 from minisgl_backend.progress import Progress
 
 logger = logging.getLogger(__name__)
@@ -64,16 +62,11 @@ def capture(
     graphs = {}
     with progress(f"capturing CUDA graphs by {what}", len(sizes)) as advance:
         for size in sorted(sizes, reverse=True):
-            try:
+            options = f"memory_ratio, num_pages or {option}"
+            with must_fit(device, f"the CUDA graph of {what} {size}", options=options):
                 prepare(size)
                 work(size)
                 graphs[size] = device.capture(partial(work, size))
-            except torch.OutOfMemoryError as error:
-                raise ConfigError(
-                    f"the CUDA graph of {what} {size} does not fit beside the KV pages, with "
-                    f"{device.free_memory() / 2**30:.1f} GiB free: lower memory_ratio, num_pages "
-                    f"or {option}"
-                ) from error
             advance(f"{what} {size}")
     left_bytes = device.free_memory()
     captured = Captured(graphs, time.monotonic() - started_s, free_bytes - left_bytes)

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Final
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from minisgl_backend.errors import ConfigError
+from minisgl_backend.execution.fitting import must_fit
 from minisgl_backend.execution.flat_batch import FlatBatch
 from minisgl_backend.execution.logprobs import RawLogprobs
 from minisgl_backend.execution.mtp import MTPGuesses
@@ -28,6 +28,12 @@ from minisgl_backend.plan import (
     Snapshots,
     StepPlan,
 )
+
+_OF_STEPS: Final = (
+    "memory_ratio, num_pages, max_prefill_tokens, max_running_requests, speculative_tokens or "
+    "speculative_mtp_tokens"
+)
+"""The options that a step's memory depends on."""
 
 
 class WarmUp:
@@ -57,14 +63,10 @@ class WarmUp:
 
     def _guess(self, mtp: MTPGuesses, num_rows: int) -> None:
         """Let the MTP layer guess for as many dummy rows."""
-        try:
+        what = f"making guesses of the MTP layer for {num_rows} rows"
+        options = "memory_ratio, num_pages or speculative_max_requests"
+        with must_fit(self._stages.device, what, options=options):
             mtp.guess(np.full(num_rows, self._stages.rows.table.dummy_row, np.int32))
-        except torch.OutOfMemoryError as error:
-            raise ConfigError(
-                f"guesses of the MTP layer for {num_rows} rows do not fit beside the KV pages, "
-                f"with {self._stages.device.free_memory() / 2**30:.1f} GiB free: lower "
-                "memory_ratio, num_pages or speculative_max_requests"
-            ) from error
 
     def largest(self, *, grouped: bool = False) -> None:
         """Run the largest step, in which all rows without a chunk decode, and as many guesses are
@@ -111,7 +113,7 @@ class WarmUp:
         stages = self._stages
         last = self._limits.max_sequence_length - 1 if grouped else 0
         plan = self._dummy_plan(checks, chunks, prefix, num_decodes, last)
-        try:
+        with must_fit(stages.device, f"a step of {plan.num_tokens} tokens", options=_OF_STEPS):
             batch = FlatBatch.of(plan)
             if num_decodes and (num_shared := last // stages.rows.page_size):
                 batch = replace(batch, groups=_one_group(num_decodes, num_shared))
@@ -126,13 +128,6 @@ class WarmUp:
             stages.embedder.embed(hidden[: len(output.tokens)])
             wanted = np.ones(len(output.tokens), np.int64)
             RawLogprobs.of(output.logits, output.tokens, wanted, stages.device.upload)
-        except torch.OutOfMemoryError as error:
-            raise ConfigError(
-                f"a step of {plan.num_tokens} tokens does not fit beside the KV pages, "
-                f"with {stages.device.free_memory() / 2**30:.1f} GiB free: lower memory_ratio, "
-                "num_pages, max_prefill_tokens, max_running_requests, speculative_tokens or "
-                "speculative_mtp_tokens"
-            ) from error
 
     def _dummy_plan(
         self,

@@ -356,12 +356,17 @@ class StepPlan:
         return np.concatenate([self.checks.positions + 1, of_chunks, self.decodes.positions + 1])
 
     @property
-    def reported_rows(self) -> IntArray:
-        """Those of ``mtp_rows`` for which the planner must know the guesses, int32[n]; on rank 0
-        only, as ``masked_rows``."""
+    def reported(self) -> IntArray:
+        """The indices in ``mtp_rows`` of the rows for which the planner must know the guesses,
+        int32[n]; on rank 0 only, as ``masked_rows``."""
         if not len(self.masked_rows):
             return EMPTY
-        return self.mtp_rows[np.isin(self.mtp_rows, self.masked_rows)]
+        return np.flatnonzero(np.isin(self.mtp_rows, self.masked_rows)).astype(np.int32)
+
+    @property
+    def reported_rows(self) -> IntArray:
+        """These rows."""
+        return self.mtp_rows[self.reported]
 
     @property
     def groups_by_index(self) -> Groups:

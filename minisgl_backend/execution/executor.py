@@ -125,7 +125,7 @@ class ModelExecutor:
                 self._submit,
                 checked=checked,
                 guess=guess,
-                reported=np.flatnonzero(np.isin(plan.mtp_rows, plan.masked_rows)),
+                reported=plan.reported,
             )
             return self._unmasked
         step = LaunchedStep(self._submit(lambda: self._begin(plan, loaded)()), checked)

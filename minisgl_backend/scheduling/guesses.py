@@ -95,6 +95,7 @@ class Guesser:
         if running.num_used > self._max_rows:
             return EMPTY
         ends = running.planned[rows]  # positions of the tokens that they get, if all are right
+        # a guess and what is sampled after it come behind that token
         fits = ends + max(3, self._mtp_tokens - 1) <= running.limit[rows]
         return rows[fits & ~running.retiring[rows]]
 

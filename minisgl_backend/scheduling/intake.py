@@ -14,7 +14,6 @@ import numpy as np
 from minisgl_backend.errors import EngineFailure, InvariantError
 from minisgl_backend.plan import NO_TOKEN, Checks, SampledTokens, StepPlan
 from minisgl_backend.request import (
-    EMPTY,
     Failed,
     Finished,
     FinishReason,
@@ -67,7 +66,7 @@ class Intake:
 
     def _take_mtp(self, plan: StepPlan, guesses: IntArray) -> None:
         """Let rows use what the MTP layer has guessed; ``guesses`` are those that are reported."""
-        reported_rows = plan.reported_rows if len(plan.mtp_rows) else EMPTY
+        reported_rows = plan.reported_rows
         if len(guesses) != len(reported_rows):
             raise InvariantError(
                 f"MTP guesses for {len(guesses)} rows, not for {len(reported_rows)}"

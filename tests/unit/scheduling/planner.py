@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 
@@ -77,6 +78,18 @@ def request(
         priority=priority,
         sampling=replace(sampling or SamplingParams(), max_tokens=max_tokens),
     )
+
+
+def run_to_first_tokens(
+    scheduler: Scheduler, requests: Seq[Request], run: Callable[[], StepResult]
+) -> Scheduler:
+    """The planner once these requests have their first token; ``run`` runs a step."""
+    for each in requests:
+        scheduler.add(each)
+    num_begun = 0
+    while num_begun < len(requests):
+        num_begun += len(run().request_ids)
+    return scheduler
 
 
 def planned(scheduler: Scheduler) -> StepPlan:

@@ -37,6 +37,7 @@ from tests.unit.scheduling.planner import (
     make,
     planned,
     request,
+    run_to_first_tokens,
     step,
 )
 
@@ -61,12 +62,7 @@ def repeating(
 def started(*requests: Request, **config: Any) -> Scheduler:
     """A planner whose requests have their first token, which is 3."""
     scheduler = make(**{"speculative_tokens": 4, **config})
-    for each in requests:
-        scheduler.add(each)
-    num_started = 0
-    while num_started < len(requests):
-        num_started += len(step(scheduler, 3).request_ids)
-    return scheduler
+    return run_to_first_tokens(scheduler, requests, lambda: step(scheduler, 3))
 
 
 def guessed(plan: StepPlan) -> dict[int, tuple[int, list[int]]]:

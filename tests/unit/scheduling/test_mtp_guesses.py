@@ -21,6 +21,7 @@ from tests.unit.scheduling.planner import (
     make,
     planned,
     request,
+    run_to_first_tokens,
 )
 from tests.unit.scheduling.test_guesses import SEVENS, Told, counted, decoded, guessed, ints
 
@@ -33,13 +34,9 @@ LEFT = (-2, -3, -4)
 def started(*requests: Request, **config: Any) -> Scheduler:
     """A planner whose requests have their first token, 20, and the guesses ``MORE`` after it."""
     scheduler = make(**{"mtp_tokens": 3, **config})
-    for each in requests:
-        scheduler.add(each)
-    num_started = 0
-    while num_started < len(requests):
-        plan = planned(scheduler)
-        num_started += len(landed(scheduler, plan, 20).request_ids)
-    return scheduler
+    return run_to_first_tokens(
+        scheduler, requests, lambda: landed(scheduler, planned(scheduler), 20)
+    )
 
 
 def landed(

@@ -38,7 +38,13 @@ class Layout(Enum):
     AWQ = "qweight, qzeros and scales"
     PACKED = "weight_packed, weight_scale, weight_zero_point and weight_g_idx"
     MX_PACKED = "weight_packed and weight_scale, exponents"
+    NV_PACKED = "weight_packed, weight_scale and weight_global_scale, by which is divided"
+    NV_MODELOPT = "weight, weight_scale and weight_scale_2"
     MX_STACKED = "blocks and scales of all experts"
+
+
+GROUP_OF_NVFP4: Final = 16
+"""Inputs that share a scale in NVFP4. In MXFP4 32 do, and scales are exponents."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +63,12 @@ class WeightFormat:
     symmetric: bool = True
     reorders: bool = False
     static_inputs: bool = False
+
+    @property
+    def has_row_scales(self) -> bool:
+        """Whether a float32 scale of the whole weight multiplies those of groups, which are 8-bit
+        floats (NVFP4)."""
+        return self.encoding is Encoding.E2M1 and self.block[1] == GROUP_OF_NVFP4
 
     @property
     def stored_as(self) -> tuple[object, ...]:

@@ -16,10 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minisgl_backend.weight_format import Encoding
+from minisgl_backend.weight_format import GROUP_OF_NVFP4, Encoding
 
 FP8_MAX: Final = 448.0
 """The largest finite value of float8_e4m3fn."""
+_LEAST_FLOAT8: Final = 2.0**-9
+"""Its smallest value above 0."""
 _E2M1: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E2M1_BETWEEN: Final = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 _NUMBERS_ON_CPU: Final = 2**20
@@ -33,7 +35,7 @@ class QuantizedWeight:
     """A weight [out_features, in_features]; with a leading dimension, the weights of all experts.
 
     The number for output o and input i is (code[o, i] - zero) * scale, with the zero and the scale
-    of the block that o and i are in.
+    of the block that o and i are in, and with ``row_scales`` times that of o.
 
         codes    E4M3   float8_e4m3fn [out, in]
                  INT8   uint8 [out, in]; 128 stands for 0 if there are no zeros
@@ -41,11 +43,12 @@ class QuantizedWeight:
                  E2M1   uint8 [out, in / 2], likewise; bit 3 of a code is the sign, the others
                         count through 0, 0.5, 1, 1.5, 2, 3, 4, 6
         scales   [ceil(out / block[0]), ceil(in / block[1])]: floats, in float32 for E4M3; for E2M1
-                 uint8, exponents of 2 plus 127
+                 uint8, exponents of 2 plus 127, or with ``row_scales`` float8_e4m3fn, not negative
         zeros    uint8 in the shape of ``scales``, from 0 to 16 for INT4; None: 8, or 128
         groups   int32 [in]: each input's column of ``scales``; None: i // block[1]. With
                  ``groups``, ``scales`` has a column for every group of the checkpoint's whole
                  weight, of which a rank may need only some.
+        row_scales   float32 [out], of E2M1 in NVFP4; None: 1
     """
 
     encoding: Encoding
@@ -54,6 +57,7 @@ class QuantizedWeight:
     scales: Tensor
     zeros: Tensor | None = None
     groups: Tensor | None = None
+    row_scales: Tensor | None = None
 
     @property
     def in_features(self) -> int:
@@ -61,14 +65,18 @@ class QuantizedWeight:
 
     def expert(self, index: int) -> QuantizedWeight:
         """One of a stack of weights."""
-        zeros, groups = self.zeros, self.groups
+        zeros, groups, row_scales = (
+            None if tensor is None else tensor[index]
+            for tensor in (self.zeros, self.groups, self.row_scales)
+        )
         return QuantizedWeight(
             self.encoding,
             self.block,
             self.codes[index],
             self.scales[index],
-            None if zeros is None else zeros[index],
-            None if groups is None else groups[index],
+            zeros,
+            groups,
+            row_scales,
         )
 
 
@@ -80,7 +88,10 @@ def dequantize(weight: QuantizedWeight, out: Tensor) -> Tensor:
             numbers -= _spread(weight, weight.zeros.float(), rows)
         elif weight.encoding in (Encoding.INT4, Encoding.INT8):
             numbers -= 1 << (weight.encoding.bits - 1)
-        out[rows] = numbers.mul_(_spread(weight, factors_of(weight), rows))
+        numbers *= _spread(weight, factors_of(weight), rows)
+        if weight.row_scales is not None:
+            numbers *= weight.row_scales[rows, None]
+        out[rows] = numbers
     return out
 
 
@@ -101,7 +112,7 @@ def quantize(
 
     A scale maps the largest absolute value of its block to the largest code. If not ``symmetric``,
     which only integers can be, it maps the smallest and largest values to the smallest and largest
-    codes.
+    codes. E2M1 in groups of ``GROUP_OF_NVFP4`` is NVFP4, otherwise MXFP4.
     """
     rows, columns = block
     (out_features, in_features), device = weight.shape, weight.device
@@ -111,17 +122,27 @@ def quantize(
     width = in_features // 2 if encoding.bits == 4 else in_features
     dtype = torch.float8_e4m3fn if encoding is Encoding.E4M3 else torch.uint8
     codes = torch.empty((out_features, width), dtype=dtype, device=device)
-    if encoding is Encoding.E2M1:
+    row_scales = None
+    if encoding is Encoding.E2M1 and columns == GROUP_OF_NVFP4:
+        scales = scales.to(torch.float8_e4m3fn)
+        largest_scale = (weight.abs().max().float() / (FP8_MAX * _E2M1[-1])).clamp_min(2.0**-120)
+        row_scales = largest_scale.expand(out_features).contiguous()
+    elif encoding is Encoding.E2M1:
         scales = scales.to(torch.uint8)
-    found = QuantizedWeight(encoding, block, codes, scales, zeros)
+    found = QuantizedWeight(encoding, block, codes, scales, zeros, row_scales=row_scales)
     for part in _row_blocks(weight, step=rows):
         numbers = weight[part].float()
         lines = slice(part.start // rows, -(-min(part.stop, out_features) // rows))
         low, high = _extremes(numbers, block)  # [lines, shape[1]]
         largest = torch.maximum(high, -low)
         if encoding is Encoding.E2M1:
-            exponents = largest.clamp_min(2.0**-120).frexp().exponent - 3  # the largest is >= 4
-            scales[lines] = (exponents + 127).to(torch.uint8)
+            if row_scales is None:
+                exponents = largest.clamp_min(2.0**-120).frexp().exponent - 3  # the largest is >= 4
+                scales[lines] = (exponents + 127).to(torch.uint8)
+            else:
+                of_groups = largest / (row_scales[part, None] * _E2M1[-1])
+                scales[lines] = of_groups.clamp(_LEAST_FLOAT8, FP8_MAX).to(scales.dtype)
+                numbers = numbers / row_scales[part, None]
             scaled = numbers / _spread(found, factors_of(found), part)
             index = torch.bucketize(scaled.abs(), scaled.new_tensor(_E2M1_BETWEEN), right=True)
             codes[part] = joined(index.to(torch.uint8) + 8 * scaled.signbit().to(torch.uint8))
@@ -176,8 +197,8 @@ def joined(halves: Tensor) -> Tensor:
 
 
 def factors_of(weight: QuantizedWeight) -> Tensor:
-    """The scales as float32 numbers."""
-    if weight.encoding is Encoding.E2M1:
+    """The scales of blocks as float32 numbers."""
+    if weight.scales.dtype == torch.uint8:
         return weight.scales.view(torch.float8_e8m0fnu).float()
     return weight.scales.float()
 

@@ -19,12 +19,13 @@ from minisgl_backend.weight_format import Encoding, WeightFormat
 class StoredWeight(nn.Module):
     """A ``QuantizedWeight`` whose tensors are parameters, for one weight or a stack of them.
 
-    ``shape`` is [out_features, in_features], perhaps with the number of experts before. Float
-    scales are float32 for E4M3, otherwise of the activations' type.
+    ``shape`` is [out_features, in_features], perhaps with the number of experts before. Scales of
+    integers are of the activations' type.
     """
 
     zeros: nn.Parameter | None
     groups: nn.Parameter | None
+    row_scales: nn.Parameter | None
 
     def __init__(
         self,
@@ -44,22 +45,27 @@ class StoredWeight(nn.Module):
         width = in_features * form.encoding.bits // 8
         codes_type = torch.float8_e4m3fn if float8 else torch.uint8
         scale_type = torch.uint8 if form.encoding is Encoding.E2M1 else torch.float32
+        if form.has_row_scales:
+            scale_type = torch.float8_e4m3fn
         self.codes = empty_parameter(*stack, out_features, width, dtype=codes_type)
         self.scales = empty_parameter(*stack, lines, columns, dtype=scale_type)
-        self.zeros = self.groups = None
+        self.zeros = self.groups = self.row_scales = None
         if not form.symmetric:
             self.zeros = empty_parameter(*stack, lines, columns, dtype=torch.uint8)
         if form.reorders:
             self.groups = empty_parameter(*stack, in_features, dtype=torch.int32)
+        if form.has_row_scales:
+            self.row_scales = empty_parameter(*stack, out_features, dtype=torch.float32)
 
     @property
     def weight(self) -> QuantizedWeight:
         """The whole weight, as kernels take it."""
         codes, scales = self.codes.data, self.scales.data
-        zeros, groups = (
-            None if tensor is None else tensor.data for tensor in (self.zeros, self.groups)
+        zeros, groups, row_scales = (
+            None if tensor is None else tensor.data
+            for tensor in (self.zeros, self.groups, self.row_scales)
         )
-        return QuantizedWeight(self.encoding, self.block, codes, scales, zeros, groups)
+        return QuantizedWeight(self.encoding, self.block, codes, scales, zeros, groups, row_scales)
 
     @property
     def device(self) -> torch.device:
@@ -83,5 +89,7 @@ class StoredWeight(nn.Module):
                 whole.zeros[lines].copy_(part.zeros)
             if whole.groups is not None and part.groups is not None:
                 whole.groups.copy_(part.groups)
+            if whole.row_scales is not None and part.row_scales is not None:
+                whole.row_scales[rows].copy_(part.row_scales)
 
         return put

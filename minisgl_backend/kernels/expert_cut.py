@@ -33,7 +33,7 @@ _ALIGNED: Final = 16
 """A matrix has a multiple of this number of rows, and a row a multiple of this number of bytes."""
 
 _LEAST_GROUP: Final = 32
-"""A scale is shared by a multiple of this number of in_features."""
+"""A scale is shared by a multiple of this number of in_features, but in NVFP4."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +186,8 @@ def fits(
     if form is not None:
         if form.reorders:
             return False
-        group = form.block[1]
+        if not form.has_row_scales:
+            group = form.block[1]
     unit = _ALIGNED * 8 // (PLAIN.bits if form is None else form.encoding.bits)
     return all(
         height % _ALIGNED == 0

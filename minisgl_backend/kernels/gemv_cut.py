@@ -117,7 +117,8 @@ def usual_cut(height: int, in_features: int, codes: CodesKind) -> GemvCut:
     fewer registers each.
     """
     columns = 32 // codes.encoding.bits
-    batches = -(-in_features // (columns * (codes.group or _GROUP)))
+    group = _GROUP if codes.encoding is Encoding.E2M1 else codes.group or _GROUP
+    batches = -(-in_features // (columns * group))
     rounds = -(-batches // _MOST_WARPS)
     warps = -(-batches // rounds)
     at_once = _WARPS_OF_PROCESSOR // warps
@@ -133,7 +134,8 @@ def expert_gemv_cut(in_features: int, codes: CodesKind | None) -> GemvCut | None
         columns, fits = _COLUMNS_OF_PLAIN_EXPERTS, in_features % _COPIED == 0
     else:
         whole_rows = codes.group == 0 and codes.encoding is Encoding.E4M3
-        columns, fits = _COLUMNS_OF_EXPERTS, whole_rows or codes.group == _GROUP
+        fits = whole_rows or codes.group == _GROUP or codes.encoding is Encoding.E2M1
+        columns = _COLUMNS_OF_EXPERTS
     warps_at_once = _EXPERT_WARPS_OF_PROCESSOR.get(None if codes is None else codes.encoding)
     if warps_at_once is None or not fits:
         return None

@@ -21,19 +21,28 @@ from torch import Tensor
 from minisgl_backend.kernels.dispatch import use_triton
 from minisgl_backend.kernels.linear_cut import CODES_BLOCK, Numbers
 from minisgl_backend.kernels.quantized import QuantizedWeight, dequantize, factors_of, joined
-from minisgl_backend.weight_format import Encoding
+from minisgl_backend.weight_format import GROUP_OF_NVFP4, Encoding
 
 _GROUPS: Final = (128, 64, 32)
 """in_features that may share a scale within a stage of the ring."""
 
-_GROUP_OF_E2M1: Final = 32
-_EXPONENTS: Final = 4
-"""Groups of E2M1 whose exponents share a word."""
+_GROUP_OF_MXFP4: Final = 32
+_IN_WORD: Final = 4
+"""Groups of E2M1 whose scales share a word."""
 
 _MOST_EXPONENT: Final = 192
 _EXPONENT_OFFSET: Final = 62
 """A scale of E2M1, 2 to the power of e - 127, is kept as the exponent e + 62 of a bfloat16. It must
 not be larger than 2 to the power of 65."""
+
+_FLOAT8_SCALES: Final = (0, 0, 8, 12, 16, 18, 20, 22)
+_FLOAT8_OFFSET: Final = 16
+"""A scale of NVFP4 is kept with 5 bits of exponent, to which ``cuda/codes.cuh`` adds, and 3 of
+mantissa. So a normal float8 becomes its bits plus ``_FLOAT8_OFFSET``, and those that are subnormal
+become ``_FLOAT8_SCALES``. A scale of 0 would need codes of its own: codes are 0 instead."""
+
+_OF_ROW_SCALES: Final = 2.0**52
+"""The factor by which sums are too small with such scales, as ``cuda/codes.cuh`` has them."""
 
 _CODES: Final = {Encoding.E4M3: 1, Encoding.INT8: 2, Encoding.INT4: 3, Encoding.E2M1: 4}
 """``CODE`` of ``cuda/codes.cuh``."""
@@ -59,7 +68,8 @@ class CodesKind:
 
     ``group``: in_features that share a scale, at most those of a stage of the ring; 0 if all do.
     ``shared_by``: rows that share a scale, 1 or 8. ``zeros``: the low 8 bits of a scale are a zero
-    point. For E2M1 the group is 128, and a scale has the exponents of 4 groups of 32.
+    point. For E2M1 a scale has those of 4 groups: the group is 128 for MXFP4, and 64 for NVFP4, in
+    which rows are scaled, too.
     """
 
     encoding: Encoding
@@ -89,15 +99,17 @@ class PackedWeight:
     also for ``cuda/expert_gemv.cu``, and in float8 also for ``cuda/experts_many.cu``.
 
     weight   its codes are permuted; it has no groups
-    scales   kind.group > 0: 4 bytes each, [out_features / 64, in_features / 128, 128 / group,
+    scales   of groups, 4 bytes each, [out_features / 64, in_features / 128, 128 / group,
              64 / shared_by], with rows in the order of tiles: if gated, 8 rows of the gate come
-             right before the 8 that they open. Otherwise float32 [out_features]
+             right before the 8 that they open. None if kind.group is 0
+    row_scales   float32 [out_features]: of whole rows, if kind.group is 0, or for NVFP4
     order    int64 [in_features]: the order of the columns of x, if they must be sorted
     """
 
     kind: CodesKind
     weight: QuantizedWeight
-    scales: Tensor
+    scales: Tensor | None
+    row_scales: Tensor | None
     order: Tensor | None
 
     @property
@@ -106,7 +118,10 @@ class PackedWeight:
 
     def expert(self, index: int) -> PackedWeight:
         """One of a stack of weights."""
-        return PackedWeight(self.kind, self.weight.expert(index), self.scales[index], None)
+        scales, row_scales = (
+            None if tensor is None else tensor[index] for tensor in (self.scales, self.row_scales)
+        )
+        return PackedWeight(self.kind, self.weight.expert(index), scales, row_scales, None)
 
     def ordered(self, x: Tensor) -> Tensor:
         """``x`` [num_rows, in_features] with its columns in the weight's order."""
@@ -128,14 +143,14 @@ def code_macros(kind: CodesKind | None) -> dict[str, int]:
 
 def numbers_and_scales(
     weight: Tensor | PackedWeight, kind: CodesKind | None
-) -> tuple[Tensor, Tensor | None]:
-    """What kernels made for this ``kind`` read of a weight: bfloat16 numbers, or codes and their
-    scales."""
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """What kernels made for this ``kind`` read of a weight: bfloat16 numbers, or codes, and the
+    scales of groups and of rows, if there are such."""
     if isinstance(weight, Tensor):
         assert kind is None
-        return weight, None
+        return weight, None, None
     assert weight.kind == kind
-    return weight.weight.codes, weight.scales
+    return weight.weight.codes, weight.scales, weight.row_scales
 
 
 def pack(weight: QuantizedWeight, *, gated: bool = False) -> PackedWeight | None:
@@ -169,9 +184,9 @@ def pack(weight: QuantizedWeight, *, gated: bool = False) -> PackedWeight | None
     if kind is None:
         return None
     scales = _scales(weight, kind, out_features, in_features, gated=gated)
-    packed = PackedWeight(kind, weight, scales, order)
+    _clear_unscaled(weight)
     _permute(weight, order)
-    return packed
+    return PackedWeight(kind, weight, scales, _row_scales(weight, kind), order)
 
 
 def pack_experts(weight: QuantizedWeight, *, gated: bool) -> PackedWeight:
@@ -183,18 +198,22 @@ def pack_experts(weight: QuantizedWeight, *, gated: bool) -> PackedWeight:
     assert kind is not None and weight.groups is None
     rows = -(-out_features // (2 * _UNIT)) * 2 * _UNIT
     columns = -(-weight.in_features // (2 * CODES_BLOCK)) * 2 * CODES_BLOCK
-    packed = PackedWeight(kind, weight, _scales(weight, kind, rows, columns, gated=gated), None)
+    scales = _scales(weight, kind, rows, columns, gated=gated)
     for expert in range(len(weight.codes)):
+        _clear_unscaled(weight.expert(expert))
         _permute(weight.expert(expert), None)
-    return packed
+    return PackedWeight(kind, weight, scales, _row_scales(weight, kind), None)
 
 
 def _kind_of(weight: QuantizedWeight) -> CodesKind | None:
     """None if kernels do not know such blocks."""
     rows, columns = weight.block
     whole = columns >= weight.in_features
+    if weight.row_scales is not None:
+        known = columns == GROUP_OF_NVFP4
+        return CodesKind(weight.encoding, _IN_WORD * columns, 1, False) if known else None
     if weight.encoding is Encoding.E2M1:
-        known = whole or columns % _GROUP_OF_E2M1 == 0
+        known = whole or columns % _GROUP_OF_MXFP4 == 0
         return CodesKind(weight.encoding, CODES_BLOCK, 1, False) if known else None
     group: int | None = 0
     if not whole or weight.zeros is not None:
@@ -206,23 +225,26 @@ def _kind_of(weight: QuantizedWeight) -> CodesKind | None:
 
 def _scales(
     weight: QuantizedWeight, kind: CodesKind, out_features: int, in_features: int, *, gated: bool
-) -> Tensor:
-    """The scales as a ``PackedWeight`` has them, also for a stack of weights. Scales of groups are
+) -> Tensor | None:
+    """The scales of groups as a ``PackedWeight`` has them, also for a stack of weights. They are
     padded with zeros for rows and columns beyond the weight's own."""
+    if kind.group == 0:
+        return None
     num_rows, device = weight.codes.shape[-2], weight.scales.device
     lines = torch.arange(num_rows, device=device)
-    if kind.group == 0:
-        return factors_of(weight)[..., lines // weight.block[0], 0].contiguous()
     if gated:
         lines = lines.view(2, -1, 8).transpose(0, 1).flatten()
     lines = lines[:: kind.shared_by] // weight.block[0]
     is_e2m1 = weight.encoding is Encoding.E2M1
-    group = _GROUP_OF_E2M1 if is_e2m1 else kind.group
+    group = kind.group // _IN_WORD if is_e2m1 else kind.group
     columns = torch.arange(0, weight.in_features, group, device=device) // weight.block[1]
     if is_e2m1:
-        exponents = weight.scales.clamp(max=_MOST_EXPONENT) + _EXPONENT_OFFSET
-        exponents = exponents[..., lines, :][..., columns]
-        words = F.pad(exponents, (0, -len(columns) % _EXPONENTS)).view(torch.int32)
+        if weight.row_scales is None:
+            in_bytes = weight.scales.clamp(max=_MOST_EXPONENT) + _EXPONENT_OFFSET
+        else:
+            in_bytes = _float8_scales(weight.scales)
+        in_bytes = in_bytes[..., lines, :][..., columns]
+        words = F.pad(in_bytes, (0, -len(columns) % _IN_WORD)).view(torch.int32)
     else:
         words = factors_of(weight).view(torch.int32)
         if weight.zeros is not None:
@@ -233,6 +255,30 @@ def _scales(
     units, columns_of_unit = out_features // _UNIT, in_features // CODES_BLOCK
     shape = *words.shape[:-2], units, _UNIT // kind.shared_by, columns_of_unit, -1
     return words.view(shape).movedim(-3, -1).contiguous().view(torch.float32)
+
+
+def _float8_scales(scales: Tensor) -> Tensor:
+    """float8_e4m3fn scales as the bytes that kernels read, uint8."""
+    bits = scales.view(torch.uint8) & 127
+    small = torch.tensor(_FLOAT8_SCALES, dtype=torch.uint8, device=scales.device)
+    return torch.where(bits < 8, small[bits.clamp(max=7).int()], bits + _FLOAT8_OFFSET)
+
+
+def _row_scales(weight: QuantizedWeight, kind: CodesKind) -> Tensor | None:
+    """The scales of rows as a ``PackedWeight`` has them, also for a stack of weights."""
+    if weight.row_scales is not None:
+        return weight.row_scales * _OF_ROW_SCALES
+    if kind.group:
+        return None
+    lines = torch.arange(weight.codes.shape[-2], device=weight.scales.device) // weight.block[0]
+    return factors_of(weight)[..., lines, 0].contiguous()
+
+
+def _clear_unscaled(weight: QuantizedWeight) -> None:
+    """Make codes 0 where the scale of NVFP4 is 0."""
+    if weight.row_scales is not None:
+        in_groups = weight.codes.view(*weight.scales.shape, -1)  # [out, groups, bytes]
+        in_groups.masked_fill_((weight.scales.view(torch.uint8) & 127 == 0)[..., None], 0)
 
 
 def _permute(weight: QuantizedWeight, order: Tensor | None) -> None:

@@ -8,7 +8,7 @@ activations. A kernel may do so, and then this is part of its error.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -78,6 +78,25 @@ class QuantizedWeight:
             groups,
             row_scales,
         )
+
+
+def stacked(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
+    """Weights of the same shape and format, as one with a leading dimension."""
+    first = weights[0]
+
+    def together(name: str) -> Tensor | None:
+        parts = [getattr(weight, name) for weight in weights]
+        return None if parts[0] is None else torch.stack(parts)
+
+    return QuantizedWeight(
+        first.encoding,
+        first.block,
+        torch.stack([weight.codes for weight in weights]),
+        torch.stack([weight.scales for weight in weights]),
+        together("zeros"),
+        together("groups"),
+        together("row_scales"),
+    )
 
 
 def dequantize(weight: QuantizedWeight, out: Tensor) -> Tensor:

@@ -77,8 +77,8 @@ class Float8Weight:
         out_features = packed.shape[0]
         if weight.encoding is not Encoding.E4M3 or packed.order is not None:
             return None
-        if packed.kind.group == 0:
-            return cls(weight.codes, packed.scales[None], False)
+        if packed.row_scales is not None:
+            return cls(weight.codes, packed.row_scales[None], False)
         if weight.block != (FLOAT8_BLOCK, FLOAT8_BLOCK) or out_features % FLOAT8_BLOCK:
             return None
         lines, columns = weight.scales.shape

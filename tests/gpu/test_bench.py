@@ -34,7 +34,8 @@ def test_experts_are_timed_in_all_formats(tmp_path: Path) -> None:
     command = ["kernels", "--model", "qwen3-30b-a3b", "--model", "gpt-oss-20b"]
     command += ["--model", "gemma-4-26b-a4b", "--batch-size", "1"]
     rows = figures_of(command, tmp_path)["rows"]
-    names = ["bf16 experts, Triton", "bf16 experts", "fp8 experts", "int4 experts", "mxfp4 experts"]
+    names = ["bf16 experts, Triton", "bf16 experts", "fp8 experts", "int4 experts"]
+    names += ["nvfp4 experts", "mxfp4 experts"]
     names += ["gelu experts, Triton", "gelu experts", "gelu-fp8 experts"]
     assert [row["kernel"] for row in rows] == names
     assert all(row["us"] > 0 for row in rows)

@@ -26,7 +26,7 @@ from minisgl_backend.kernels.experts import (
 )
 from minisgl_backend.kernels.gemv_cut import expert_gemv_cut
 from minisgl_backend.kernels.packed_weight import CodesKind, PackedWeight, pack_experts
-from minisgl_backend.kernels.quantized import FP8_MAX, QuantizedWeight, dequantized, quantize
+from minisgl_backend.kernels.quantized import FP8_MAX, dequantized, quantize, stacked
 from minisgl_backend.kernels.routing import Choices, RouterExtras, align, choose
 from minisgl_backend.weight_format import Encoding
 from tests.gpu.compare import assert_close
@@ -98,19 +98,10 @@ def weights(
         encoding, block, symmetric = (FORMS | MORE_FORMS)[form]
         size = min(block[0], shape[0]), min(block[1], shape[1])
         parts = [quantize(one, encoding, size, symmetric=symmetric) for one in plain]
-        codes, scales = (
-            torch.stack([getattr(part, name) for part in parts]) for name in ("codes", "scales")
-        )
-        zeros = None if symmetric else torch.stack([not_none(part.zeros) for part in parts])
-        whole = QuantizedWeight(encoding, size, codes, scales, zeros)
+        whole = stacked(parts)
         numbers = dequantized(whole, torch.float32)
         found.append((pack_experts(whole, gated=gated and not found), numbers))
     return found[0], found[1]
-
-
-def not_none(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None
-    return tensor
 
 
 def kind_of(weight: Tensor | PackedWeight) -> CodesKind | None:
@@ -124,6 +115,7 @@ FORMS: dict[str, tuple[Encoding, tuple[int, int], bool]] = {
     "int4": (Encoding.INT4, (1, 128), False),
     "int4 in 32": (Encoding.INT4, (1, 32), True),
     "mxfp4": (Encoding.E2M1, (1, 32), True),
+    "nvfp4": (Encoding.E2M1, (1, 16), True),
 }
 MORE_FORMS = {"int4 without zeros": (Encoding.INT4, (1, 128), True)}
 
@@ -288,11 +280,15 @@ def test_grouped_gemms_of_rows_whose_norm_is_half_done(device: torch.device) -> 
 @pytest.mark.parametrize(
     ("form", "sizes"),
     [
-        *(("mxfp4", sizes) for sizes in ((512, 384), (288, 288), (64, 32), (2880, 1440))),
+        *(
+            (form, sizes)
+            for form in ("mxfp4", "nvfp4")
+            for sizes in ((512, 384), (288, 288), (64, 32), (2880, 1440))
+        ),
         *(("fp8", sizes) for sizes in ((512, 384), (320, 288), (2048, 768), (4096, 192))),
         *(("int4", sizes) for sizes in ((512, 384), (320, 288), (2048, 768), (4096, 192))),
         ("int4 without zeros", (512, 384)),
-        *((form, GEMMA_4) for form in ("mxfp4", "int4", "fp8", "fp8 rows")),
+        *((form, GEMMA_4) for form in ("mxfp4", "nvfp4", "int4", "fp8", "fp8 rows")),
         *(("fp8 rows", sizes) for sizes in ((512, 384), (176, 80))),
         *(("bf16", sizes) for sizes in ((512, 384), (2048, 640), (320, 176), (256, 4608), GEMMA_4)),
     ],
@@ -509,7 +505,7 @@ def test_routing_that_limits_groups(
 
 @needs_hopper
 @pytest.mark.parametrize("num_tokens", [1, 4, 5, 64, 257, 1100, 3000])
-@pytest.mark.parametrize("form", ["bf16", "fp8", "fp8 rows", "int4", "mxfp4"])
+@pytest.mark.parametrize("form", ["bf16", "fp8", "fp8 rows", "int4", "mxfp4", "nvfp4"])
 @pytest.mark.parametrize("held", [(0, NUM_EXPERTS), (4, 8)])
 def test_whole_layers(
     device: torch.device, num_tokens: int, form: str, held: tuple[int, int]
@@ -565,7 +561,7 @@ def test_whole_layers(
 
 @needs_hopper
 @pytest.mark.parametrize("num_tokens", [1, 2, 4, 5, 16, 64, 200, 600, 2000])
-@pytest.mark.parametrize("form", ["bf16", "fp8", "fp8 rows", "mxfp4"])
+@pytest.mark.parametrize("form", ["bf16", "fp8", "fp8 rows", "mxfp4", "nvfp4"])
 @pytest.mark.parametrize("sizes", [GEMMA_4, (HIDDEN_SIZE, INNER_SIZE)])
 @pytest.mark.parametrize("held", [(0, NUM_EXPERTS), (2, 14)])
 def test_whole_layers_of_gemma_4(
@@ -767,7 +763,11 @@ def _slice(weight: Tensor | PackedWeight, begin: int, end: int) -> Tensor | Pack
     if isinstance(weight, Tensor):
         return weight[begin:end]
     codes = replace(weight.weight, codes=weight.weight.codes[begin:end])
-    return replace(weight, weight=codes, scales=weight.scales[begin:end])
+    scales, row_scales = (
+        None if tensor is None else tensor[begin:end]
+        for tensor in (weight.scales, weight.row_scales)
+    )
+    return replace(weight, weight=codes, scales=scales, row_scales=row_scales)
 
 
 @needs_hopper

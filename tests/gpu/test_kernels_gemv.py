@@ -106,7 +106,7 @@ def test_a_row_added_to_the_residual_stream(
     check_residual(kernel, x, packed, residual, norm, expected)
 
 
-@pytest.mark.parametrize("form", ["fp8-blocks", "fp8-channel", "int4-128-zeros", "mxfp4"])
+@pytest.mark.parametrize("form", ["fp8-blocks", "fp8-channel", "int4-128-zeros", "mxfp4", "nvfp4"])
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_dim"), [(16, 8, 128), (8, 4, 64), (14, 1, 128)]
 )
@@ -120,7 +120,7 @@ def test_heads_of_a_row(
         check_heads(device, 1, num_heads, num_kv_heads, head_dim, fp8, norms, given=given)
 
 
-ADAPTED = ["int4-128-zeros", "int4-channel", "mxfp4"]
+ADAPTED = ["int4-128-zeros", "int4-channel", "mxfp4", "nvfp4"]
 
 
 @pytest.mark.parametrize("form", ADAPTED)

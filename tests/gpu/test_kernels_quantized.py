@@ -50,6 +50,7 @@ FORMATS = {
     "int4-64-zeros": (Encoding.INT4, (1, 64), False),
     "int4-32": (Encoding.INT4, (1, 32), True),
     "mxfp4": (Encoding.E2M1, (1, 32), True),
+    "nvfp4": (Encoding.E2M1, (1, 16), True),
 }
 BATCHES = [1, 8, 9, 17, 33, 64, 65, 96, 128, 129, 192, 200, 256]
 

@@ -84,11 +84,11 @@ def seconds(calls: Sequence[Callable[[], object]]) -> float:
 
 
 def copies_of(packed: PackedWeight) -> list[PackedWeight]:
-    codes, scales = packed.weight.codes, packed.scales
-    found = [packed]
+    codes, found = packed.weight.codes, [packed]
     while len(found) * codes.numel() < CYCLED_BYTES:
         weight = replace(packed.weight, codes=codes.clone())
-        found.append(replace(packed, weight=weight, scales=scales.clone()))
+        scales = None if packed.scales is None else packed.scales.clone()
+        found.append(replace(packed, weight=weight, scales=scales))
     return found
 
 

@@ -214,7 +214,8 @@ def sweep(form: str, sizes: Sequence[int], device: torch.device) -> None:
 
 def _copy(packed: PackedWeight) -> PackedWeight:
     weight = replace(packed.weight, codes=packed.weight.codes.clone())
-    return replace(packed, weight=weight, scales=packed.scales.clone())
+    scales = None if packed.scales is None else packed.scales.clone()
+    return replace(packed, weight=weight, scales=scales)
 
 
 def sweep_size(

@@ -21,9 +21,9 @@ from minisgl_backend.experts_spec import RoutingRule
 from minisgl_backend.gates import ClampedGate, Gate
 from minisgl_backend.kernels.experts import ExpertWeights, fused_experts, sum_outputs
 from minisgl_backend.kernels.packed_weight import PackedWeight
-from minisgl_backend.kernels.quantized import QuantizedWeight, quantize
+from minisgl_backend.kernels.quantized import QuantizedWeight, quantize, stacked
 from minisgl_backend.kernels.routing import choose
-from minisgl_backend.weight_format import Encoding
+from minisgl_backend.weight_format import GROUP_OF_NVFP4, Encoding
 from minisgl_bench.kernel_cases import Case, copies, each
 
 if TYPE_CHECKING:
@@ -76,13 +76,9 @@ class Form:
 
     def _quantized(self, weight: Tensor) -> QuantizedWeight:
         assert self.encoding is not None
-        parts = [quantize(x, self.encoding, self.block, symmetric=self.symmetric) for x in weight]
-        codes, scales = (
-            torch.stack([getattr(p, name) for p in parts]) for name in ("codes", "scales")
+        return stacked(
+            [quantize(x, self.encoding, self.block, symmetric=self.symmetric) for x in weight]
         )
-        zeros = [part.zeros for part in parts if part.zeros is not None]
-        stacked = torch.stack(zeros) if zeros else None
-        return QuantizedWeight(self.encoding, self.block, codes, scales, stacked)
 
 
 _QWEN: Final = (128, 8, 2048, 768)
@@ -93,6 +89,7 @@ FORMS: Final[Mapping[str, Form]] = MappingProxyType(
         "bf16": Form(*_QWEN),
         "fp8": Form(*_QWEN, Encoding.E4M3, (128, 128)),
         "int4": Form(*_QWEN, Encoding.INT4, (1, 128), symmetric=False),
+        "nvfp4": Form(*_QWEN, Encoding.E2M1, (1, GROUP_OF_NVFP4)),
         "mxfp4": Form(
             32, 4, 2880, 2880, Encoding.E2M1, (1, 32), gate=ClampedGate(1.702, 7.0), biases=True
         ),
@@ -102,12 +99,12 @@ FORMS: Final[Mapping[str, Form]] = MappingProxyType(
         "relu2-fp8": Form(*_NEMOTRON, Encoding.E4M3, (1, 2688), gate=None),
     }
 )
-"""Qwen3-30B-A3B's experts in three formats, gpt-oss-20b's, Gemma 4 26B-A4B's in two, and those of
+"""Qwen3-30B-A3B's experts in four formats, gpt-oss-20b's, Gemma 4 26B-A4B's in two, and those of
 Nemotron 3 Nano 30B-A3B, in bfloat16 and in FP8 per channel."""
 
 EXPERT_MODELS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
-        "qwen3-30b-a3b": ("bf16", "fp8", "int4"),
+        "qwen3-30b-a3b": ("bf16", "fp8", "int4", "nvfp4"),
         "gpt-oss-20b": ("mxfp4",),
         "gemma-4-26b-a4b": ("gelu", "gelu-fp8"),
         "nemotron-3-nano-30b-a3b": ("relu2", "relu2-fp8"),
@@ -127,9 +124,9 @@ def weight_bytes(experts: ExpertWeights, num_used: int) -> int:
         if isinstance(weight, Tensor):
             parts.append(weight)
         elif isinstance(weight, PackedWeight):
-            parts += [weight.weight.codes, weight.scales]
+            parts += [weight.weight.codes, weight.scales, weight.row_scales]
         else:
-            parts += [weight.codes, weight.scales, weight.zeros]
+            parts += [weight.codes, weight.scales, weight.zeros, weight.row_scales]
     held = sum(part.numel() * part.element_size() for part in parts if part is not None)
     return held * num_used // experts.num_experts
 

@@ -2,14 +2,25 @@
 // that includes this knows where the words of codes and scales are.
 //
 // The including source defines CODE (0: the weight is bfloat16; otherwise its codes are 1: e4m3, 2: 8-bit integers,
-// 3: 4-bit integers, 4: e2m1) and, unless CODE is 0, ZEROS (the low 8 bits of a scale are a zero point; otherwise the
-// zero point is the middle of the integer range).
+// 3: 4-bit integers, 4: e2m1), GROUP (in_features that share a scale; 0: all) and, unless CODE is 0, ZEROS (the low 8
+// bits of a scale are a zero point; otherwise the zero point is the middle of the integer range).
+//
+// The scales of e2m1 multiply its numbers, also exactly. A word has those of 4 groups. If GROUP is 128, they are powers
+// of 2, of 32 in_features each (MXFP4): 8 bits of exponent, as bfloat16 has them. If GROUP is 64, they are of 16
+// in_features each (NVFP4): 5 bits of exponent and 3 of mantissa; then rows have scales, too.
 
 #pragma once
 
 #include "hopper.cuh"
 
 constexpr int BITS = CODE == 0 ? 16 : CODE <= 2 ? 8 : 4;    // per number of the weight
+constexpr bool POWERS = CODE == 4 && GROUP == 128, FLOATS = CODE == 4 && GROUP == 64;   // the scales of e2m1
+constexpr bool OF_ROWS = CODE && (GROUP == 0 || FLOATS);    // the sums of rows are scaled
+// The factor by which sums are too small: e2m1's numbers are by 2^126, POWERS are too large by 2^62. (FLOATS are by
+// 2^74, which the scales of rows take into account.)
+constexpr float OF_SUMS = POWERS ? 0x1p64f : 1;
+
+static_assert(CODE != 4 || POWERS || FLOATS, "");
 
 __device__ __forceinline__ u32 times(u32 x, u32 y) {   // both operands are pairs of bfloat16
     u32 out;
@@ -65,6 +76,14 @@ __device__ __forceinline__ u32 numbers(u32 codes, int pair, u32 by) {
     }
     const u32 number = raw_numbers(codes, pair);
     return CODE == 3 || (CODE == 2 && ZEROS) ? minus(number, by) : number;
+}
+
+// What `numbers` multiplies a pair of e2m1 by, twice the same bfloat16. `word`: of scales; `which` of its four.
+__device__ __forceinline__ u32 scale_of_group(u32 word, int which) {
+    const bool odd = which % 2;
+    const u32 both = POWERS ? (odd ? word >> 1 : word << 7) & 0x7f807f80   // each half has one of two groups
+        : masked_or(odd ? word >> 4 : word << 4, 0x0ff00ff0, 0x60006000);
+    return twice(both, which / 2);
 }
 
 // What `numbers` subtracts, taken from the word of a scale.

@@ -20,8 +20,8 @@
 
 constexpr int THREADS = 32 * WARPS;
 constexpr int COLUMNS_OF_ROW = (SIZE + SUM - 1) / SUM;      // the last one may be cut
-constexpr int LINES = GROUP ? ROWS / SHARED_BY : 0;         // words of scales of a column, for a thread block's rows
-constexpr int WORDS = 4 * LINES;                            // of a column, for a tile of 64 rows
+constexpr int LINES = GROUP ? ROWS / SHARED_BY : 0;         // words of scales of a group, for a thread block's rows
+constexpr int WORDS = GROUPS * 4 * LINES;                   // of a column, for a tile of 64 rows
 constexpr int TILES_OF_EXPERT = (HEIGHT + 127) / 128 * 2;   // that have scales
 constexpr int WORDS_OF_TILE = (SIZE + 255) / 256 * 2 * WORDS;
 constexpr int CODES_OF_WARP = UNITS * 2 * 32;               // 16 bytes each
@@ -32,12 +32,14 @@ constexpr int OUT_ROWS = GATED ? ROWS / 2 : ROWS;           // that a thread blo
 constexpr int TO_ROW_8 = GATED ? OUT_FEATURES : 8;          // from the first 8 rows of a thread block to the others
 
 static_assert(CODE != 2 && HEIGHT % ROWS == 0, "");
-static_assert((GROUP == 0 && CODE <= 1) || GROUP == 128, "");
+static_assert((GROUP == 0 && CODE <= 1) || GROUP == 128 || FLOATS, "");
+static_assert(COLUMNS * GROUPS <= 8, "");
 static_assert(CODE || SIZE % 8 == 0, "");
 
 struct Arguments {
     const u8* weight;       // [num_experts, HEIGHT, SIZE]
     const float* scales;    // as in `experts.cu`, with WORDS for a column of a tile
+    const float* row_scales;        // the same
     const u16* bias;        // [num_experts, HEIGHT], or null
     const u16* x;           // READS_TOKENS: [tokens, SIZE]; else [choices, SIZE]
     const int* ids;         // [choices]; -1: nothing is read or written for it
@@ -63,7 +65,7 @@ __device__ __forceinline__ void copy_codes(u32 to, const u8* from, bool inside) 
                      :: "r"(to), "l"(from) : "memory");
 }
 
-// Adds the columns of a batch to the sums of both rows of a lane. `scales`: [COLUMNS, LINES].
+// Adds the columns of a batch to the sums of both rows of a lane. `scales`: [COLUMNS, GROUPS, LINES].
 __device__ __forceinline__ void add_columns(
     float (&sums)[2], const uint4* codes, const u32* scales, const Column& x, int batch) {
     const int lane = threadIdx.x % 32, quarter = lane % 4;
@@ -72,13 +74,12 @@ __device__ __forceinline__ void add_columns(
 #pragma unroll
     for (int i = 0; i < COLUMNS; ++i) {
         if (!WHOLE && batch * COLUMNS + i >= COLUMNS_OF_ROW) break;
-        u32 by[2] = {};
+        u32 by[2][2] = {};
         float scale[2] = {1, 1}, zero[2] = {};
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
-            const u32* const word = scales + i * LINES + (lane / 4 + 8 * j) / SHARED_BY;
-            // bfloat16 with the exponent of this lane's 32 in_features, twice
-            if (CODE == 4) by[j] = ((const u8*)word)[quarter] * 0x800080;
+            const u32* const word = scales + i * GROUPS * LINES + (lane / 4 + 8 * j) / SHARED_BY;
+            if (CODE == 4) read_scales(by[j], [&](int group) { return word[group * LINES]; });
             else if (GROUP) scale[j] = scale_of(*word);
             if (SUBTRACTS) zero[j] = zero_point(*word);
         }
@@ -101,7 +102,7 @@ struct Strip {
     int expert;
     u32 first_row;      // of all experts
     uint4* codes;       // [UNITS, 2, 32]
-    u32* scales;        // [COLUMNS, LINES]
+    u32* scales;        // [COLUMNS, GROUPS, LINES]
 
     __device__ __forceinline__ void copy(int batch) const {
         const int lane = threadIdx.x % 32, quarter = lane % 4;
@@ -116,13 +117,13 @@ struct Strip {
             copy_codes(to + i * 1024 + 512, high + i * 64, inside);
         }
         constexpr int AT_ONCE = LINES < 4 ? LINES : 4;   // words of scales that a lane copies
-        const int column = lane / 4;
+        const int group = lane / 4, column = group / (GROUP ? GROUPS : 1);
         if (LINES && column < COLUMNS && quarter * AT_ONCE < LINES
             && (WHOLE || batch * COLUMNS + column < COLUMNS_OF_ROW)) {
             const u32 index = blockIdx.x;
             const u32 of_rows = (expert * TILES_OF_EXPERT + index / 4) * WORDS_OF_TILE + index % 4 * LINES;
-            const u32* const from = (const u32*)args.scales + of_rows + (batch * COLUMNS + column) * WORDS;
-            ::copy<4 * AT_ONCE>(scales + column * LINES + quarter * AT_ONCE, from + quarter * AT_ONCE);
+            const u32* const from = (const u32*)args.scales + of_rows + (batch * COLUMNS * GROUPS + group) * 4 * LINES;
+            ::copy<4 * AT_ONCE>(scales + group * LINES + quarter * AT_ONCE, from + quarter * AT_ONCE);
         }
     }
 };
@@ -130,7 +131,7 @@ struct Strip {
 extern "C" __global__ void __launch_bounds__(THREADS, PER_PROCESSOR)
 expert_gemv(const __grid_constant__ Arguments args) {
     extern __shared__ __align__(16) uint4 codes[];   // [WARPS, UNITS, 2, 32]
-    __shared__ __align__(16) u32 scales[WARPS][LINES ? COLUMNS * LINES : 1];
+    __shared__ __align__(16) u32 scales[WARPS][LINES ? COLUMNS * GROUPS * LINES : 1];
     __shared__ float parts[WARPS][ROWS];
     const bool is_known = args.of_all >= 0 && blockIdx.y == 0, reads_early = args.early || is_known;
     const u32 strip = blockIdx.x, token = blockIdx.z;
@@ -149,7 +150,7 @@ expert_gemv(const __grid_constant__ Arguments args) {
     own.copy(warp);
     const int row = lane % 8 + (lane & 8 ? TO_ROW_8 : 0);   // that this lane of the first warp finishes
     const float bias = args.bias && warp == 0 ? to_float(args.bias[first_row + row]) : 0;
-    const float of_row = CODE == 1 && !GROUP && warp == 0 ? args.scales[first_row + row] : OF_SUMS;
+    const float of_row = OF_ROWS && warp == 0 ? args.row_scales[first_row + row] : OF_SUMS;
     if (reads_early) wait_previous();
 
     const float factor = args.factors && warp == 0 ? __ldcg(args.factors + token) : 1;

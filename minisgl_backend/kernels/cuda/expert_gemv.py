@@ -26,6 +26,7 @@ class _Arguments(ctypes.Structure):
     _fields_ = (
         ("weight", ctypes.c_void_p),
         ("scales", ctypes.c_void_p),
+        ("row_scales", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
         ("x", ctypes.c_void_p),
         ("ids", ctypes.c_void_p),
@@ -93,7 +94,7 @@ class ExpertGemv:
         added before a gate. ``of_all``: the expert that is the last choice of all tokens, if there
         is one. ``early``: of these, the kernel before this one wrote only x.
         """
-        numbers, scales = numbers_and_scales(weight, self._codes)
+        numbers, scales, row_scales = numbers_and_scales(weight, self._codes)
         assert ids.dtype == torch.int32
         assert all(of is None or of.is_contiguous() for of in (x, numbers, ids, bias))
         assert len(x) == (len(ids) if self._reads_tokens else ids.numel())
@@ -102,6 +103,7 @@ class ExpertGemv:
         arguments = _Arguments(
             weight=address(numbers),
             scales=address(scales),
+            row_scales=address(row_scales),
             bias=address(bias),
             x=address(x),
             ids=address(ids),

@@ -42,8 +42,8 @@ struct Arguments {
     const int* pairs;       // [num_blocks, TOKENS]: rows of the output; num_pairs where a block is not full
     const int* experts;     // [num_blocks], -1 after the last one
     const float* factors;   // [num_pairs / top_k], of the rows of x; or null
-    const float* scales;    // of codes: [num_experts, UNITS, COLUMNS, WORDS], the rows in the order of tiles;
-                            // GROUP == 0: [num_experts, HEIGHT]
+    const float* scales;    // of codes: [num_experts, UNITS, COLUMNS, WORDS], the rows in the order of tiles
+    const float* row_scales;        // OF_ROWS: [num_experts, HEIGHT]
     const u16* bias;        // [num_experts, HEIGHT], or null
     int num_pairs;
     int num_blocks;
@@ -185,11 +185,10 @@ struct Ends {
             const bool is_inside = HEIGHT % FEATURES == 0 || (GATED ? row : which) < OUT_FEATURES;
             return is_inside ? read((u64)tile.expert * HEIGHT + which) : 0;
         };
-        const auto read_scale = [&](u64 at) { return args.scales[at]; };
+        const auto read_scale = [&](u64 at) { return args.row_scales[at]; };
         const auto read_bias = [&](u64 at) { return args.bias[at]; };
-        constexpr bool SCALED = CODE && GROUP == 0;
-        scale = SCALED ? of_row(read_scale, row) : OF_SUMS;
-        scale_8 = SCALED ? of_row(read_scale, row_8) : OF_SUMS;
+        scale = OF_ROWS ? of_row(read_scale, row) : OF_SUMS;
+        scale_8 = OF_ROWS ? of_row(read_scale, row_8) : OF_SUMS;
         bias = args.bias ? of_row(read_bias, row) : 0;
         bias_8 = args.bias ? of_row(read_bias, row_8) : 0;
     }

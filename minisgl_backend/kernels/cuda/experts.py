@@ -40,6 +40,7 @@ class _Arguments(ctypes.Structure):
         ("experts", ctypes.c_void_p),
         ("factors", ctypes.c_void_p),
         ("scales", ctypes.c_void_p),
+        ("row_scales", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
         ("num_pairs", ctypes.c_int),
         ("num_blocks", ctypes.c_int),
@@ -124,7 +125,7 @@ class GroupedKernel:
         """
         out = torch.empty((num_pairs, self.out_features), dtype=x.dtype, device=x.device)
         kernel = self._kernels[cut]
-        numbers, scales = numbers_and_scales(weight, self._codes)
+        numbers, scales, row_scales = numbers_and_scales(weight, self._codes)
         assert x.is_contiguous() and (bias is None or bias.is_contiguous())
         if cut.rounded:
             x, factors = rounded_rows(x, factors, pdl=pdl)
@@ -136,6 +137,7 @@ class GroupedKernel:
             experts=address(experts),
             factors=address(factors),
             scales=address(scales),
+            row_scales=address(row_scales),
             bias=address(bias),
             num_pairs=num_pairs,
             num_blocks=len(experts),

@@ -62,7 +62,8 @@ struct Arguments {
     const int* pairs;       // [num_blocks, ROWS]: rows of the output; num_pairs where a block is not full, at its end
     const int* experts;     // [num_blocks], -1 after the last one
     const float* factors;   // [num_pairs / top_k], of the rows of x; or null
-    const float* scales;    // GROUPED: [num_experts, UNITS, COLUMNS, 8]; else of FLOAT8: [num_experts, HEIGHT]
+    const float* scales;    // GROUPED: [num_experts, UNITS, COLUMNS, 8]
+    const float* row_scales;        // FLOAT8, not GROUPED: [num_experts, HEIGHT]
     int num_pairs;
     int num_blocks;
     int top_k;              // rows of the output for each row of x
@@ -297,7 +298,7 @@ __device__ __forceinline__ void finish_tile(
         if (FLOAT8 && !GROUPED) {
             const int row = of_expert * (GATED ? FEATURES / 2 : FEATURES)
                 + (GATED ? 8 : 16) * (8 * group + 4 * wave + warp) + lane / 4;
-            const float* const scales = args.scales + (u64)tile.expert * HEIGHT + row;
+            const float* const scales = args.row_scales + (u64)tile.expert * HEIGHT + row;
             low = scales[0], high = scales[GATED ? OUT_FEATURES : 8];
         }
         const auto x = [&](int i, int j) {   // of 8 tokens: two features of two tokens

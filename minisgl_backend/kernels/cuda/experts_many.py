@@ -37,6 +37,7 @@ class _Arguments(ctypes.Structure):
         ("experts", ctypes.c_void_p),
         ("factors", ctypes.c_void_p),
         ("scales", ctypes.c_void_p),
+        ("row_scales", ctypes.c_void_p),
         ("num_pairs", ctypes.c_int),
         ("num_blocks", ctypes.c_int),
         ("top_k", ctypes.c_int),
@@ -96,7 +97,7 @@ class ManyRowsKernel:
         """
         out = torch.empty((num_pairs, self._out_features), dtype=x.dtype, device=x.device)
         assert x.is_contiguous()
-        numbers, scales = numbers_and_scales(weight, self._codes)
+        numbers, scales, row_scales = numbers_and_scales(weight, self._codes)
         if self._codes is not None:
             x, factors = rounded_rows(x, factors, pdl=pdl)
         arguments = _Arguments(
@@ -107,6 +108,7 @@ class ManyRowsKernel:
             experts=address(experts),
             factors=address(factors),
             scales=address(scales),
+            row_scales=address(row_scales),
             num_pairs=num_pairs,
             num_blocks=len(experts),
             top_k=top_k,

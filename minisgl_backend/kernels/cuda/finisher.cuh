@@ -227,8 +227,8 @@ struct Finisher {
         const int lane = threadIdx.x % 32, row = lane / 4, quarter = lane % 4;
         if (CODE) {
             const int feature = this->feature();
-            const float scale = GROUP == 0 ? args.scales[feature] : OF_SUMS;
-            const float scale_8 = GROUP == 0 ? args.scales[GATED ? args.features + feature : feature + 8] : OF_SUMS;
+            const float scale = OF_ROWS ? args.row_scales[feature] : OF_SUMS;
+            const float scale_8 = OF_ROWS ? args.row_scales[GATED ? args.features + feature : feature + 8] : OF_SUMS;
 #pragma unroll
             for (int i = 0; i < OWN / 2; ++i) sums[i] *= i % 4 / 2 ? scale_8 : scale;
         }
@@ -327,10 +327,10 @@ struct Finisher {
         const bool has_bias = args.bias && is_there(in_tile), has_bias_8 = args.bias && is_there(in_tile + 8);
         const float bias = has_bias ? to_float(args.bias[feature]) : 0;
         const float bias_8 = has_bias_8 ? to_float(args.bias[GATED ? args.features + feature : feature + 8]) : 0;
-        const bool scaled = CODE && GROUP == 0 && !ADAPTED;
+        const bool scaled = OF_ROWS && !ADAPTED;
         const float of_sums = ADAPTED ? 1 : OF_SUMS;
-        const float scale = scaled ? args.scales[feature] : of_sums;
-        const float scale_8 = scaled ? args.scales[GATED ? args.features + feature : feature + 8] : of_sums;
+        const float scale = scaled ? args.row_scales[feature] : of_sums;
+        const float scale_8 = scaled ? args.row_scales[GATED ? args.features + feature : feature + 8] : of_sums;
         const u32 column = GATED ? 16 * warp : 32 * warp + lane / 8 % 2 * 16;   // in bytes
         const u32 to = shared_address(finished) + lane % 8 * PITCH + column;
 #pragma unroll

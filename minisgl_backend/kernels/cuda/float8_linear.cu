@@ -51,7 +51,8 @@ struct Arguments {
     TensorMap x;            // [num_rows, SIZE]
     u16* out;               // [num_rows, OUT_FEATURES]
     const float* factors;   // [num_rows], of the rows of x
-    const float* scales;    // GROUPED: [HEIGHT / 64, STEPS, 8]; else [HEIGHT]
+    const float* scales;    // GROUPED: [HEIGHT / 64, STEPS, 8]
+    const float* row_scales;        // not GROUPED: [HEIGHT]
     const u16* bias;        // [HEIGHT], or null
     float* parts;           // [thread blocks, 2, FEATURES * TOKENS], sums of tiles that several thread blocks share
     int* counters;          // [columns, TILES, 2]: parts that are there, and thread blocks that have waited for them;
@@ -234,7 +235,7 @@ __device__ __forceinline__ Rows rows_of(const Arguments& args, int first_row) {
     const int feature = (GATED ? first_row / 2 : first_row) + (GATED ? 8 : 16) * warp;
     const int low = feature + lane / 4, high = low + (GATED ? OUT_FEATURES : 8);
     Rows rows{1, 1, 0, 0, feature};
-    if (!GROUPED) rows.low = args.scales[low], rows.high = args.scales[high];
+    if (!GROUPED) rows.low = args.row_scales[low], rows.high = args.row_scales[high];
     if (args.bias) rows.low_bias = to_float(args.bias[low]), rows.high_bias = to_float(args.bias[high]);
     return rows;
 }

@@ -42,6 +42,7 @@ class _Arguments(ctypes.Structure):
         ("out", ctypes.c_void_p),
         ("factors", ctypes.c_void_p),
         ("scales", ctypes.c_void_p),
+        ("row_scales", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
         ("parts", ctypes.c_void_p),
         ("counters", ctypes.c_void_p),
@@ -105,7 +106,7 @@ class Float8Kernel:
         pdl: bool = False,
     ) -> Tensor:
         """bfloat16 [num_rows, out_features]; ``x`` has one scale per row."""
-        codes, scales = numbers_and_scales(weight, self._codes)
+        codes, scales, row_scales = numbers_and_scales(weight, self._codes)
         assert weight.order is None
         assert x.group == self._in_features
         num_rows, cut, numbers = x.num_rows, self._cut, x.numbers.view(torch.uint8)
@@ -120,6 +121,7 @@ class Float8Kernel:
             out=address(out),
             factors=address(x.scales),
             scales=address(scales),
+            row_scales=address(row_scales),
             bias=address(bias),
             parts=address(self._workspace.parts),
             counters=address(self._workspace.counters),

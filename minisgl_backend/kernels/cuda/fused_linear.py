@@ -94,6 +94,7 @@ class _Arguments(ctypes.Structure):
         ("eps", ctypes.c_float),
         ("heads", Heads),
         ("scales", ctypes.c_void_p),
+        ("row_scales", ctypes.c_void_p),
         ("adapters", _Adapters),
     )
 
@@ -285,13 +286,14 @@ class FusedLinear:
         num_rows, in_order = len(x), x
         if isinstance(weight, PackedWeight):
             x = weight.ordered(x)
-        numbers, scales = numbers_and_scales(weight, self._codes)
+        numbers, scales, row_scales = numbers_and_scales(weight, self._codes)
         gemv = self._gemv_for(num_rows, adapted=adaptation is not None)
         if gemv is not None:
             gemv(
                 x,
                 numbers,
                 scales,
+                row_scales,
                 squares=squares,
                 bias=bias,
                 adaptation=adaptation,
@@ -319,6 +321,7 @@ class FusedLinear:
         arguments = _Arguments(
             weight=self._maps(numbers, cut.numbers.block_bytes // numbers.itemsize, cut.features),
             scales=address(scales),
+            row_scales=address(row_scales),
             x=tensor_map(x, (x.shape[1], num_rows), (x.stride(0),), (BLOCK, cut.tokens)),
             squares=address(squares),
             square_tiles=0 if squares is None else len(squares),

@@ -23,7 +23,6 @@
 constexpr int THREADS = 32 * WARPS;
 constexpr int CLUSTER = HEADS ? HEADS / ROWS : 1;   // thread blocks
 constexpr bool SCALED = GROUP && CODE != 4;         // the sums of columns are scaled
-constexpr bool OF_ROWS = CODE && GROUP == 0;                // the sums of rows are scaled
 constexpr bool AT_ONCE = GATED || RESIDUAL;         // when the next kernel may start: see `linear.cu`
 constexpr int MOST_SQUARES = 1024;
 constexpr int RANK_STEP = 16;
@@ -54,6 +53,7 @@ struct Adapters {
 struct Arguments {
     const u8* weight;       // codes [out_features, SIZE]
     const float* scales;    // as in `linear.cu`
+    const float* row_scales;        // the same
     const u16* x;           // [SIZE]
     const float* squares;   // [square_tiles] of x before its norm's weight; null: no norm
     const u16* bias;        // [out_features], or null
@@ -159,13 +159,11 @@ __device__ __forceinline__ void multiply_batches(
             if (unit % OF_COLUMN == 0)
 #pragma unroll
                 for (int i = 0; i < 4; ++i) c[i] = 0;
-            u32 by[2] = {};
-            if (CODE == 4)   // the exponent of this lane's 32 in_features
+            u32 by[2][2] = {};
+            if (CODE == 4 && (WHOLE || batch * UNITS + unit < SIZE / UNIT))
 #pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    const bool there = WHOLE || batch * UNITS + unit < SIZE / UNIT;
-                    by[i] = there ? __byte_perm(rows.scale(unit, i), 0, 0x4040 + quarter * 0x101) << 7 : 0;
-                }
+                for (int i = 0; i < 2; ++i)
+                    read_scales(by[i], [&](int group) { return rows.scale(unit * GROUPS + group, i); });
             multiply_unit(c, codes[unit], column.words[unit % OF_COLUMN], by);
             if (unit % OF_COLUMN < OF_COLUMN - 1) continue;
             const int first = unit / OF_COLUMN * OF_UNIT;   // this unit's first column

@@ -14,7 +14,8 @@
 
 constexpr int ROWS = 16;
 constexpr int UNIT = 512 / BITS;                    // in_features per unit: 64 bytes of a row
-constexpr int SUM = GROUP ? GROUP : 128;            // in_features per column
+constexpr int SUM = GROUP && CODE != 4 ? GROUP : 128;       // in_features per column
+constexpr int GROUPS = GROUP ? SUM / GROUP : 0;     // of a column, each with a word of scales
 constexpr int BATCH = COLUMNS * SUM;
 constexpr int BATCHES = (SIZE + BATCH - 1) / BATCH;
 constexpr int UNITS = BATCH / UNIT;                 // per batch
@@ -24,10 +25,8 @@ constexpr int OF_UNIT = SUM < UNIT ? UNIT / SUM : 1;        // columns that a un
 constexpr int PAIRS = 16 / BITS;                    // pairs of numbers in a word of codes
 constexpr u64 ROW_BYTES = (u64)SIZE * BITS / 8;
 constexpr bool SUBTRACTS = CODE == 3 || (CODE == 2 && ZEROS);   // zero points times sums of x are subtracted
-constexpr float OF_SUMS = CODE == 4 ? 0x1p64f : 1;  // the factor by which sums are too small, as in `tile_gemm.cuh`
 
 static_assert(ROW_BYTES % 16 == 0 && COLUMNS <= 8 && UNITS % OF_COLUMN == 0, "");
-static_assert(CODE != 4 || GROUP == 128, "");
 
 // ---- loads
 
@@ -100,12 +99,12 @@ struct Column {
 };
 
 // c += a unit of codes times all columns. Word w of a lane's codes has the pairs of numbers for words w, 4 + w, ... of
-// x.
+// x. `by`: scales of e2m1, of each row and, if they are FLOATS, of both halves of the lane's 32 in_features.
 __device__ __forceinline__ void multiply_unit(
-    float (&c)[4], const uint4 (&codes)[2], const u32 (&x)[4 * PAIRS], const u32 (&by)[2]) {
+    float (&c)[4], const uint4 (&codes)[2], const u32 (&x)[4 * PAIRS], const u32 (&by)[2][2]) {
     const auto number = [&](int row, int i, int pair) {
         const u32 from = word(codes[row], i);
-        return CODE == 0 ? from : CODE == 4 ? numbers(from, pair, by[row]) : raw_numbers(from, pair);
+        return CODE == 0 ? from : CODE == 4 ? numbers(from, pair, by[row][FLOATS ? pair / 2 : 0]) : raw_numbers(from, pair);
     };
 #pragma unroll
     for (int pair = 0; pair < PAIRS; ++pair)
@@ -113,6 +112,20 @@ __device__ __forceinline__ void multiply_unit(
         for (int i = 0; i < 4; i += 2)   // x of neighbouring words is in neighbouring registers
             multiply(c, number(0, i, pair), number(1, i, pair), number(0, i + 1, pair), number(1, i + 1, pair),
                      x[4 * pair + i], x[4 * pair + i + 1]);
+}
+
+// Reads the scales of e2m1 that `multiply_unit` takes for one row and this lane's quarter of 128 in_features. `word_of`:
+// the word of a group.
+template <typename WordOf>
+__device__ __forceinline__ void read_scales(u32 (&by)[2], WordOf word_of) {
+    const int quarter = threadIdx.x % 4;
+    if (POWERS) {
+        by[0] = __byte_perm(word_of(0), 0, 0x4040 + quarter * 0x101) << 7;
+    } else if (FLOATS) {   // bytes 0 and 1 of a word, or 2 and 3
+        const u32 both = word_of(quarter / 2) >> quarter % 2 * 16;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) by[i] = (both >> 8 * i & 0xff) * 0x100010 | 0x60006000;
+    }
 }
 
 // what is subtracted for each number of x, taken from the word of a scale

@@ -43,6 +43,7 @@ class _Arguments(ctypes.Structure):
     _fields_ = (
         ("weight", ctypes.c_void_p),
         ("scales", ctypes.c_void_p),
+        ("row_scales", ctypes.c_void_p),
         ("x", ctypes.c_void_p),
         ("squares", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
@@ -111,6 +112,7 @@ class Gemv:
         x: Tensor,
         codes: Tensor,
         scales: Tensor | None,
+        row_scales: Tensor | None,
         *,
         squares: Tensor | None,
         bias: Tensor | None,
@@ -126,6 +128,7 @@ class Gemv:
         arguments = _Arguments(
             weight=address(codes),
             scales=address(scales),
+            row_scales=address(row_scales),
             x=address(x),
             squares=address(squares),
             square_tiles=0 if squares is None else len(squares),

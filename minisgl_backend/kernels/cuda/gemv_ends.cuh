@@ -23,8 +23,8 @@ struct Ends {
         if (args.bias) copy<16>(bias + to, args.bias + from);
         if (RESIDUAL) copy<16>(norm + to, args.norm_weight + from);
         if (OF_ROWS) {
-            copy<16>(scale + to, args.scales + from);
-            copy<16>(scale + to + 4, args.scales + from + 4);
+            copy<16>(scale + to, args.row_scales + from);
+            copy<16>(scale + to + 4, args.row_scales + from + 4);
         }
     }
 

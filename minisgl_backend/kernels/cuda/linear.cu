@@ -114,7 +114,8 @@ struct Arguments {
     float eps;
     Heads heads;
     const float* scales;    // of codes: [out_features / 64, TILE_STEPS, BLOCK / GROUP, 64 / SHARED_BY], with rows in
-                            // the order of tiles; GROUP == 0: [out_features]
+                            // the order of tiles
+    const float* row_scales;        // OF_ROWS: [out_features]
     Adapters adapters;
 };
 

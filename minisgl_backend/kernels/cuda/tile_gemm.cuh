@@ -9,8 +9,8 @@
 // A quantized weight is in the ring as codes, and is multiplied from registers: a thread loads its codes by `ldmatrix`
 // and converts them to bfloat16, exactly. The in_features are permuted in memory (`kernels.packed_weight`) so that a
 // word of the matrix holds exactly the codes that the thread needs. Scales are applied to sums, in float32: scales of a
-// GROUP of in_features, which are also in the ring, to the sums over the group; scales of rows at the end. The scales
-// of e2m1 are powers of 2, and multiply its numbers.
+// GROUP of in_features, which are also in the ring, to the sums over the group; scales of rows at the end. But scales
+// of groups of e2m1 multiply its numbers.
 //
 // But if FLOAT8, tokens have been rounded to e4m3, too, and the tensor cores multiply both as they are.
 //
@@ -20,8 +20,7 @@
 // It defines COPIED if threads copy tokens by cp.async; otherwise the copy engine moves them. Unless CODE is 0, it also
 // defines GROUP (in_features that share a scale: 32, 64 or 128; 0: all), SHARED_BY (rows that share a scale: 1 or 8)
 // and ZEROS (the low 8 bits of a scale are a zero point; otherwise the zero point is the middle of the integer range).
-// For e2m1, GROUP is 128, as a scale has the exponents of 4 groups of 32, and SHARED_BY is 1. FLOAT8 is only for CODE 1
-// and a GROUP of 128 or 0.
+// For e2m1, GROUP is 128 or 64 (see `codes.cuh`), and SHARED_BY is 1. FLOAT8 is only for CODE 1 and a GROUP of 128 or 0.
 // BEYOND: in_features of a tile's last step that lie beyond the weight (0 if the source does not say). Warpgroups do not
 // multiply codes of 64 of them. (BY_WARP they do: leaving out the end of a tile made tiles slower.)
 // BY_WARP: each warp multiplies codes on its own, by up to 16 tokens, with more registers. WAYS (1; with BY_WARP also
@@ -46,7 +45,6 @@ constexpr int GROUP_BYTES = GROUP ? BLOCK / GROUP * (64 / SHARED_BY) * 4 : 0;   
 constexpr int SCALE_BYTES = GROUPS * GROUP_BYTES;   // per stage
 constexpr int RING_BYTES = STAGES * (STAGE_BYTES + SCALE_BYTES);
 constexpr int SUMMED = CODE == 4 ? 0 : GROUP;       // in_features whose sum is multiplied by a scale
-constexpr float OF_SUMS = CODE == 4 ? 0x1p64f : 1;  // the factor by which sums are too small: see `Scales`
 
 static_assert(FEATURES == 64 || FEATURES == 128, "");
 static_assert(TOKENS % 8 == 0, "");
@@ -56,7 +54,7 @@ static_assert(GROUP == 0 || GROUP == 32 || GROUP == 64 || GROUP == 128, "");
 // Each way has its own stages or halves: a barrier only tells a phase from the next one, so none may be missed.
 static_assert(WAYS == 1 || (WAYS == 2 && BY_WARP && HALVES * STAGES % 2 == 0), "");
 static_assert(!FLOAT8 || (CODE == 1 && BLOCK == 128 && (GROUP == 128 || GROUP == 0) && !BY_WARP), "");
-static_assert(CODE != 4 || (GROUP == 128 && SHARED_BY == 1 && !ZEROS), "");
+static_assert(CODE != 4 || (SHARED_BY == 1 && !ZEROS), "");
 
 template <int N>
 struct Number {
@@ -177,8 +175,7 @@ struct Places {
     }
 };
 
-// The scales of both rows of a thread, for 64 in_features. For e2m1 they are the exponents, in bfloat16, of 2^62 times
-// the scale. With the exponent of its numbers, which is 126 too small, sums are too small by 2^64.
+// The scales of both rows of a thread, for 64 in_features. If they are POWERS, words have scales for 128.
 constexpr int SCALES = GROUP == 32 ? 2 : 1;
 struct Scales {
     u32 words[SCALES][2];
@@ -198,8 +195,7 @@ struct Scales {
 
     // what `numbers` needs of them, for in_features 16 * `k` and on of 128, and for one of the rows
     __device__ __forceinline__ u32 by(int k, int part) const {
-        if (CODE == 4)   // each half has one of two groups
-            return twice((k / 2 % 2 ? words[0][part] >> 1 : words[0][part] << 7) & 0x7f807f80, k / 4);
+        if (CODE == 4) return scale_of_group(words[0][part], POWERS ? k / 2 : k % 4);
         return ZEROS || CODE == 3 ? zero_of(GROUP ? words[k / 2 % SCALES][part] : 0) : 0;
     }
 
@@ -296,7 +292,7 @@ struct Operands {
                 load_matrices(x[i][j], (tokens_at + j / 2 * TOKEN_BYTES + i * 1024) ^ 64 * (j % 2));
 #pragma unroll
         for (int i = 0; i < 2; ++i)
-            if (CODE == 4 && i) scales[i] = scales[0];   // one word for both
+            if (POWERS && i) scales[i] = scales[0];   // one word for both
             else scales[i].read(places.scales_of(ring, stage), 2 * half + i);
     }
 };
@@ -437,7 +433,7 @@ __device__ __forceinline__ void multiply_steps(float (&c)[TOKENS / 2], u32 ring,
         for (int part = 0; part < parts.value; ++part) {
             const int half = part % 2;   // of 128 in_features
             if (half == 0 && SUMMED != 32) wait_mma<UNDER_WAY>();   // the MMAs that read a[0] have ended
-            if (CODE != 4 || half == 0) next.read(places.scales_of(ring, stage), part);
+            if (!POWERS || half == 0) next.read(places.scales_of(ring, stage), part);
             read_numbers(a[half], weight + places.codes, part, next);
             const bool adds = SUMMED ? SUMMED == 128 && half == 1 : i + part > 0;   // to the sums of the previous part
             if (SUMMED && SUMMED != 32 && !adds) {   // finish the previous group

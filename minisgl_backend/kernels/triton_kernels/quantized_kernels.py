@@ -68,6 +68,7 @@ def _load_numbers(
     scales_ptr,
     zeros_ptr,
     groups_ptr,
+    row_scales_ptr,
     n,
     k,
     mask,
@@ -79,6 +80,7 @@ def _load_numbers(
     PERMUTED: tl.constexpr,
     ZEROS: tl.constexpr,
     GROUPS: tl.constexpr,
+    OF_ROWS: tl.constexpr,
 ):
     """The numbers for outputs ``n`` and inputs ``k``, which are broadcast together, as float32."""
     row = n.to(tl.int64) * width
@@ -101,7 +103,9 @@ def _load_numbers(
     else:
         column = k // COLUMNS_OF_BLOCK
     at = n // ROWS_OF_BLOCK * columns + column
-    if KIND == 4:
+    if OF_ROWS:
+        scale = _numbers(tl.load(scales_ptr + at, mask=mask, other=0), 1)
+    elif KIND == 4:
         exponents = tl.load(scales_ptr + at, mask=mask, other=127).to(tl.int32)
         scale = tl.exp2((exponents - 127).to(tl.float32))
     else:
@@ -113,7 +117,10 @@ def _load_numbers(
         numbers -= 128
     elif KIND == 3:
         numbers -= 8
-    return numbers * scale
+    numbers *= scale
+    if OF_ROWS:
+        numbers *= tl.load(row_scales_ptr + n, mask=mask, other=0.0)
+    return numbers
 
 
 @triton.jit
@@ -123,6 +130,7 @@ def _dequantize(
     scales_ptr,
     zeros_ptr,
     groups_ptr,
+    row_scales_ptr,
     size,
     width,
     columns,
@@ -132,6 +140,7 @@ def _dequantize(
     PERMUTED: tl.constexpr,
     ZEROS: tl.constexpr,
     GROUPS: tl.constexpr,
+    OF_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     n = tl.program_id(0)
@@ -142,6 +151,7 @@ def _dequantize(
         scales_ptr,
         zeros_ptr,
         groups_ptr,
+        row_scales_ptr,
         n,
         k,
         mask,
@@ -153,6 +163,7 @@ def _dequantize(
         PERMUTED,
         ZEROS,
         GROUPS,
+        OF_ROWS,
     )
     to = out_ptr + n.to(tl.int64) * size + k
     tl.store(to, numbers.to(out_ptr.dtype.element_ty), mask=mask)
@@ -166,6 +177,7 @@ def _quantized_linear(
     scales_ptr,
     zeros_ptr,
     groups_ptr,
+    row_scales_ptr,
     bias_ptr,
     x_stride,
     num_rows,
@@ -178,6 +190,7 @@ def _quantized_linear(
     KIND: tl.constexpr,
     ZEROS: tl.constexpr,
     GROUPS: tl.constexpr,
+    OF_ROWS: tl.constexpr,
     BIAS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -194,6 +207,7 @@ def _quantized_linear(
             scales_ptr,
             zeros_ptr,
             groups_ptr,
+            row_scales_ptr,
             n[:, None],
             k[None, :],
             (n < out_features)[:, None] & (k < size)[None, :],
@@ -205,6 +219,7 @@ def _quantized_linear(
             False,
             ZEROS,
             GROUPS,
+            OF_ROWS,
         )  # [COLUMNS, BLOCK]
         x = tl.load(
             x_at + k[None, :], mask=(m < num_rows)[:, None] & (k < size)[None, :], other=0.0
@@ -217,15 +232,21 @@ def _quantized_linear(
     tl.store(to, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
+def _as_numbers(scales: Tensor) -> Tensor:
+    """``scales``, with 8-bit floats as bytes: only some GPUs have these as a type."""
+    return scales.view(torch.uint8) if scales.dtype == torch.float8_e4m3fn else scales
+
+
 def launch_dequantize(out: Tensor, weight: QuantizedWeight, *, packed: bool) -> None:
     """See ``minisgl_backend.kernels.packed_weight.dequantize_weight``."""
     (out_features, size), block = out.shape, 1024
     _dequantize[(out_features, triton.cdiv(size, block))](
         out,
         weight.codes.view(torch.uint8),
-        weight.scales,
+        _as_numbers(weight.scales),
         weight.zeros,
         weight.groups,
+        weight.row_scales,
         size,
         weight.codes.shape[1],
         weight.scales.shape[1],
@@ -234,6 +255,7 @@ def launch_dequantize(out: Tensor, weight: QuantizedWeight, *, packed: bool) -> 
         PERMUTED=packed,
         ZEROS=weight.zeros is not None,
         GROUPS=weight.groups is not None,
+        OF_ROWS=weight.row_scales is not None,
         BLOCK=block,
     )
 
@@ -249,9 +271,10 @@ def launch_quantized_linear(
         out,
         x,
         weight.codes.view(torch.uint8),
-        weight.scales,
+        _as_numbers(weight.scales),
         weight.zeros,
         weight.groups,
+        weight.row_scales,
         bias,
         x.stride(0),
         num_rows,
@@ -263,6 +286,7 @@ def launch_quantized_linear(
         KIND=_KINDS[weight.encoding],
         ZEROS=weight.zeros is not None,
         GROUPS=weight.groups is not None,
+        OF_ROWS=weight.row_scales is not None,
         BIAS=bias is not None,
         ROWS=rows,
         COLUMNS=columns,

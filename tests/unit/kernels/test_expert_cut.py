@@ -20,6 +20,7 @@ SHARED_BYTES = 227 * 1024
 
 INT4 = WeightFormat(layout=Layout.AWQ, encoding=Encoding.INT4, block=(1, 128), symmetric=False)
 MXFP4 = WeightFormat(layout=Layout.MX_STACKED, encoding=Encoding.E2M1, block=(1, 32))
+NVFP4 = WeightFormat(layout=Layout.NV_PACKED, encoding=Encoding.E2M1, block=(1, 16))
 NUMBERS = [
     (None, PLAIN),
     (Encoding.E4M3, Numbers(8, 128, 8)),
@@ -28,10 +29,10 @@ NUMBERS = [
         for encoding, block in ((Encoding.INT8, 128), (Encoding.INT4, 256))
         for of in (128, 64, 32)
     ),
-    (Encoding.E2M1, Numbers(4, 256, 128)),
+    *((Encoding.E2M1, Numbers(4, 256, scales)) for scales in (128, 256)),
 ]
 """FP8 with a scale for 8 rows and 128 inputs; else one for each row and group of inputs, and with
-E2M1 a word of exponents for 128 inputs."""
+E2M1 a word of scales for 128 inputs (MXFP4) or 64 (NVFP4)."""
 
 
 @pytest.mark.parametrize(("encoding", "numbers"), NUMBERS)
@@ -101,7 +102,9 @@ def test_sizes() -> None:
     for form in (None, CONVERTED_FP8, INT4):
         assert all(fits(2048, 768 // ranks, form) for ranks in (1, 2, 4, 8))
         assert all(fits(2816, 704 // ranks, form) for ranks in (1, 2))
-    assert [fits(2880, 2880 // ranks, MXFP4) for ranks in (1, 2, 4)] == [True, True, False]
+    for form in (MXFP4, NVFP4):
+        assert [fits(2880, 2880 // ranks, form) for ranks in (1, 2, 4)] == [True, True, False]
+    assert [fits(2048, 768 // ranks, NVFP4) for ranks in (1, 2, 4, 8)] == [True] * 4
     for form, most in ((None, 4), (replace(CONVERTED_FP8, block=(1, None)), 4), (CONVERTED_FP8, 2)):
         fitting = [ranks for ranks in (1, 2, 4, 8) if fits(2688, 1856 // ranks, form, gated=False)]
         assert max(fitting) == most and len(fitting) == most.bit_length()

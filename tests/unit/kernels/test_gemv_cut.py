@@ -26,7 +26,7 @@ KINDS = [
     CodesKind(Encoding.INT4, 0, 1, False),
     *(CodesKind(Encoding.INT8, group, 1, False) for group in (0, 32, 64, 128)),
     CodesKind(Encoding.E4M3, 128, 8, False),
-    CodesKind(Encoding.E2M1, 128, 1, False),
+    *(CodesKind(Encoding.E2M1, group, 1, False) for group in (128, 64)),
 ]
 
 
@@ -38,7 +38,7 @@ KINDS = [
 def test_all_can_be_compiled(strips: int, blocks: int, codes: CodesKind) -> None:
     height, in_features = 64 * strips, 128 * blocks
     cut = usual_cut(height, in_features, codes)
-    group = codes.group or 128
+    group = 128 if codes.encoding is Encoding.E2M1 else codes.group or 128
     batches = -(-in_features // (cut.columns * group))
     assert cut.columns in (4, 8) and cut.columns * group % (512 // codes.encoding.bits) == 0
     assert 1 <= cut.warps <= min(batches, 5)  # each has something to do
@@ -89,19 +89,22 @@ def test_few() -> None:
 
 
 MXFP4 = CodesKind(Encoding.E2M1, group=128, shared_by=1, zeros=False)
+NVFP4 = replace(MXFP4, group=64)
 FP8 = CodesKind(Encoding.E4M3, group=128, shared_by=8, zeros=False)
-OF_4_BITS = MXFP4, INT4
+OF_4_BITS = MXFP4, NVFP4, INT4
 
 
 def shared_bytes(cut: GemvCut, codes: CodesKind | None) -> int:
     """The codes, scales and sums of a thread block of ``cuda/expert_gemv.cu``."""
-    words = cut.columns * (16 // codes.shared_by) if codes is not None and codes.group else 0
+    words = 0
+    if codes is not None and codes.group:
+        words = cut.columns * (128 // codes.group) * (16 // codes.shared_by)
     return expert_codes_bytes(cut, codes) + cut.warps * 4 * (words + 16)
 
 
 @given(
     in_features=st.integers(1, 256).map(lambda chunks: 32 * chunks),
-    codes=st.sampled_from([MXFP4, INT4, FP8, replace(FP8, group=0), None]),
+    codes=st.sampled_from([MXFP4, NVFP4, INT4, FP8, replace(FP8, group=0), None]),
 )
 def test_experts(in_features: int, codes: CodesKind | None) -> None:
     """Each warp has one batch, unless rows of a plain weight are very long. As many thread blocks
@@ -140,6 +143,7 @@ def test_measured_experts() -> None:
         (Encoding.INT4, (1, None), 0, False),
         (Encoding.INT8, (1, 128), 128, False),
         (Encoding.E2M1, (1, 32), 128, True),
+        (Encoding.E2M1, (1, 16), 64, True),
     ],
 )
 def test_formats_of_experts(

@@ -16,7 +16,7 @@ from minisgl_backend.kernels.packed_weight import (
 )
 from minisgl_backend.kernels.quantized import QuantizedWeight, dequantized, quantize
 from minisgl_backend.kernels.quantized_linear import Float8Weight, float8_linear
-from minisgl_backend.weight_format import Encoding
+from minisgl_backend.weight_format import GROUP_OF_NVFP4, Encoding
 
 
 def weight_of(
@@ -27,12 +27,14 @@ def weight_of(
 
 
 @pytest.mark.parametrize("encoding", Encoding)
-@pytest.mark.parametrize("block", [(1, 256), (128, 128), (1, 32), (8, 64)])
+@pytest.mark.parametrize("block", [(1, 256), (128, 128), (1, 32), (8, 64), (1, 16)])
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_a_packed_weight_stands_for_the_same_numbers(
     encoding: Encoding, block: tuple[int, int], symmetric: bool
 ) -> None:
     if not symmetric and encoding not in (Encoding.INT4, Encoding.INT8):
+        return
+    if block == (1, GROUP_OF_NVFP4) and encoding is not Encoding.E2M1:
         return
     weight = weight_of(encoding, block, symmetric=symmetric)
     expected = dequantized(weight, torch.float32)
@@ -44,19 +46,42 @@ def test_a_packed_weight_stands_for_the_same_numbers(
     for row, k in product(range(0, 128, 9), range(0, 256, 7)):
         code = code_of_thread(packed.weight, row, k)
         if kind.group == 0:
-            scale, zero = packed.scales[row], None
+            assert packed.scales is None and packed.row_scales is not None
+            scale, zero = packed.row_scales[row], None
         else:
+            assert packed.scales is not None
             in_stage = k % 128 // kind.group, row % 64 // kind.shared_by
             at = packed.scales[row // 64, k // 128][in_stage]
             word = int(at.view(torch.int32))
-            if encoding is Encoding.E2M1:  # the exponent of one of 4 groups, shifted by 62
+            if packed.row_scales is not None:  # 8 bits of a bfloat16 for one of 4 groups
+                word = (word >> k % 64 // 16 * 8 & 255) << 20 | 0x60000000
+            elif encoding is Encoding.E2M1:  # the exponent of one of 4 groups, shifted by 62
                 word = (word >> k % 128 // 32 * 8 & 255) - 62 << 23
             zero = word & 255 if kind.zeros else None
             scale = torch.tensor(word & ~255 if kind.zeros else word, dtype=torch.int32).view(
                 torch.float32
             )
+            if packed.row_scales is not None:  # made for numbers that are 2^126 too small
+                scale = scale * 2.0**-126 * packed.row_scales[row]
         numbers[row, k] = number_of(encoding, code, zero) * scale
         torch.testing.assert_close(numbers[row, k], expected[row, k], rtol=1e-4, atol=0)
+
+
+def test_all_scales_of_nvfp4_are_kept() -> None:
+    """Where one is 0, so are the numbers, whatever the codes."""
+    weight = weight_of(Encoding.E2M1, (1, GROUP_OF_NVFP4))
+    scales = torch.arange(128).clamp(max=126).to(torch.uint8).view(torch.float8_e4m3fn)
+    weight.scales.copy_(scales[:, None])
+    weight.codes.fill_(0x77)  # 6
+    packed = pack(weight)
+    assert packed is not None and packed.scales is not None and packed.row_scales is not None
+    kept = packed.scales[:, 0, 0].flatten().view(torch.int32) & 255  # of each row's first group
+    in_kernel = (kept << 20 | 0x60000000).view(torch.float32) * 2.0**-126 * packed.row_scales
+    assert weight.row_scales is not None
+    assert torch.equal(in_kernel[1:], scales.float()[1:] * weight.row_scales[1:])
+    numbers = dequantize_weight(packed.weight, torch.float32, packed=True)
+    assert torch.equal(numbers, (6 * scales.float() * weight.row_scales)[:, None].expand(-1, 256))
+    assert packed.weight.codes[0].eq(0).all()
 
 
 def code_of_thread(weight: QuantizedWeight, row: int, k: int) -> int:
@@ -87,7 +112,7 @@ def test_rows_of_a_gated_weight_alternate_in_its_scales() -> None:
     weight = weight_of(Encoding.INT4, (1, 128))
     scales = weight.scales.clone()
     packed = pack(weight, gated=True)
-    assert packed is not None
+    assert packed is not None and packed.scales is not None
     in_order = packed.scales[:, 1, 0].flatten()  # of the second 128 inputs
     rows = torch.arange(128).view(2, 8, 8).transpose(0, 1).flatten()
     assert torch.equal(in_order, scales[rows, 1])

@@ -119,7 +119,7 @@ def _load_numbers(
         numbers -= 8
     numbers *= scale
     if OF_ROWS:
-        numbers *= tl.load(row_scales_ptr + n, mask=mask, other=0.0)
+        numbers *= tl.load(row_scales_ptr + (n + 0 * k), mask=mask, other=0.0)
     return numbers
 
 

@@ -48,7 +48,7 @@ WIDTHS: Final = {1: (8,), 64: (8, 16), 128: (8, 16, 32), 256: (16, 24, 32, 64), 
 """The rows per tile that are tried, by the largest number of tokens."""
 
 FEW: Final = {
-    Encoding.E2M1: ((4, 36), (4, 48), (3, 32), (8, 24)),
+    Encoding.E2M1: ((4, 36), (4, 48), (3, 32)),
     Encoding.E4M3: ((4, 24), (4, 32), (3, 24), (2, 24)),
     None: ((2, 24), (2, 32), (4, 16), (1, 32)),
 }

@@ -264,7 +264,10 @@ def encode_stats(stats: EngineStats) -> Message:
 
 def decode_stats(message: Message) -> EngineStats:
     """What ``encode_stats`` was given."""
-    return EngineStats(**{**message, "scheduler": SchedulerStats(**message["scheduler"])})
+    counts = message["scheduler"]
+    by_right = tuple(counts["num_checks_by_right"])
+    scheduler = SchedulerStats(**{**counts, "num_checks_by_right": by_right})
+    return EngineStats(**{**message, "scheduler": scheduler})
 
 
 def encode_observations(observations: Observations) -> Message:

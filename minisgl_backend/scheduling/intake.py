@@ -130,6 +130,7 @@ class Intake:
         counters.num_checks += 1
         counters.num_guesses += num_guesses
         counters.num_right_guesses += check.num_right
+        counters.num_checks_by_right[check.num_right] += 1
         if self._guesser is not None and self._rows.accepting[check.row]:
             self._rows.go_on_from_guesses(check.row)
             self._guesser.judge(check.row, num_guesses, check.num_right)

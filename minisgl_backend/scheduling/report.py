@@ -5,6 +5,7 @@ Must not know how either came about, or who reads it.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 
@@ -36,7 +37,7 @@ class StepResult:
     embedded: list[tuple[RequestId, FloatArray]] = field(default_factory=list)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Counters:
     """The counts of ``SchedulerStats`` that only grow, even when the planner is replaced."""
 
@@ -46,6 +47,7 @@ class Counters:
     num_checks: int = 0
     num_guesses: int = 0
     num_right_guesses: int = 0
+    num_checks_by_right: list[int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,14 +75,28 @@ class SchedulerStats:
     num_guesses: int = 0
     num_right_guesses: int = 0
     """Those that were the tokens that the row got."""
+    num_checks_by_right: tuple[int, ...] = ()
+    """Number of checks by how many guesses were right: none, one, up to the most that a row has."""
     running_adapters: tuple[int, ...] = ()
     """The ids of the LoRA adapters that rows have."""
 
     @classmethod
     def sum(cls, parts: Sequence[SchedulerStats]) -> SchedulerStats:
         """The counts of several planners together, without ``running_adapters``; 0 if none."""
-        names = [spec.name for spec in fields(cls) if spec.name != "running_adapters"]
-        return cls(**{name: sum(getattr(part, name) for part in parts) for name in names})
+        apart = ("num_checks_by_right", "running_adapters")
+        names = [spec.name for spec in fields(cls) if spec.name not in apart]
+        by_right = itertools.zip_longest(*(it.num_checks_by_right for it in parts), fillvalue=0)
+        return cls(
+            **{name: sum(getattr(part, name) for part in parts) for name in names},
+            num_checks_by_right=tuple(map(sum, by_right)),
+        )
+
+    @property
+    def num_right_by_place(self) -> tuple[int, ...]:
+        """Number of right guesses at each place of a check, from the first on. A guess after a
+        wrong one is not right."""
+        from_last = itertools.accumulate(self.num_checks_by_right[:0:-1])
+        return tuple(from_last)[::-1]
 
     @property
     def used_pages(self) -> int:

@@ -113,6 +113,11 @@ class SchedulerConfig:
     speculative_recent_tokens: int = 0
     mtp_tokens: int = 0
 
+    @property
+    def most_guessed(self) -> int:
+        """The most guesses of a row that a step checks."""
+        return max(self.speculative_tokens, self.mtp_tokens)
+
 
 class Scheduler:
     """Decides what each step does. ``runtime.ports.Scheduler`` documents the methods in full."""
@@ -128,12 +133,12 @@ class Scheduler:
         releases all rows: the executor may not know of those that broken plans have released."""
         self._cache = cache
         self._config = config
-        self._counters = counters or Counters()
+        self._counters = counters or Counters(num_checks_by_right=[0] * (1 + config.most_guessed))
         places = AdapterPlaces(config.num_adapter_slots)
         if config.mtp_tokens:
             assert config.section is None and cache.windows is None
         recent: RecentAnswers | None = None
-        if config.speculative_tokens or config.mtp_tokens:
+        if config.most_guessed:
             looks_up = config.speculative_tokens > 0
             recent = RecentAnswers(config.speculative_recent_tokens if looks_up else 0)
         self._life = Lifecycle(
@@ -238,6 +243,7 @@ class Scheduler:
             num_checks=self._counters.num_checks,
             num_guesses=self._counters.num_guesses,
             num_right_guesses=self._counters.num_right_guesses,
+            num_checks_by_right=tuple(self._counters.num_checks_by_right),
             running_adapters=tuple(adapter_id for adapter_id, _ in self._life.places.in_use()),
         )
 

@@ -3,7 +3,9 @@ to end at an exact moment."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -324,6 +326,23 @@ def test_counts_outlive_the_process_that_made_them() -> None:
     assert world.engine.stats().num_steps == 13
     assert [replica.stats.num_steps for replica in world.engine.replicas()] == [8, 5]
     assert [replica.is_up for replica in world.engine.replicas()] == [False, True]
+
+
+def test_right_guesses_by_place_are_those_of_all_processes() -> None:
+    def guessed(*num_checks_by_right: int) -> Any:
+        some = stats(1)
+        scheduler = replace(some.scheduler, num_checks_by_right=num_checks_by_right)
+        return json.loads(json.dumps({"stats": encode_stats(replace(some, scheduler=scheduler))}))
+
+    world = World()
+    assert world.engine.stats().scheduler.num_right_by_place == ()
+    world.engine.take(0, guessed(5, 1, 2))
+    assert world.engine.stats().scheduler.num_right_by_place == (3, 2)
+    world.engine.take(1, guessed(7, 10, 20))
+    world.engine.lost(0, is_last=False)
+    assert world.engine.stats().scheduler.num_right_by_place == (33, 22)
+    world.engine.take(0, guessed(0, 100, 200))
+    assert world.engine.stats().scheduler.num_right_by_place == (333, 222)
 
 
 def test_observations_of_all_replicas_come_together() -> None:

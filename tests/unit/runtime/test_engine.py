@@ -69,6 +69,10 @@ def test_guesses_bring_several_tokens_at_once(overlap: bool) -> None:
     stats = it.engine.stats()
     assert stats.num_generated_tokens == 20 * 40
     assert 0 < stats.scheduler.num_right_guesses < stats.scheduler.num_guesses
+    by_place = stats.scheduler.num_right_by_place
+    assert len(by_place) == 5 and sum(by_place) == stats.scheduler.num_right_guesses
+    assert sorted(by_place, reverse=True) == list(by_place)
+    assert sum(stats.scheduler.num_checks_by_right) == stats.scheduler.num_checks
 
 
 def test_steps_that_check_guesses_count_as_decode_steps() -> None:

@@ -267,6 +267,18 @@ def test_guesses_are_counted_over_all_rows_and_steps() -> None:
     assert guessed(plan).keys() == {0}
     commit(scheduler, plan, (4, 5, 9, 2, 3, 51))
     assert counted(scheduler) == (3, 12, 7)
+    assert scheduler.stats().num_right_by_place == (3, 2, 1, 1)
+    assert scheduler.renewed().stats().num_right_by_place == (3, 2, 1, 1)
+
+
+def test_there_are_as_many_places_as_guesses_of_any_source() -> None:
+    for config, num_places in (
+        ({}, 0),
+        ({"speculative_tokens": 4}, 4),
+        ({"mtp_tokens": 3}, 3),
+        ({"speculative_tokens": 2, "mtp_tokens": 3}, 3),
+    ):
+        assert make(**config).stats().num_right_by_place == (0,) * num_places
 
 
 def test_a_stop_token_among_right_guesses_ends_the_request_there() -> None:
@@ -341,6 +353,7 @@ def test_a_row_with_forced_tokens_waits_for_its_last_token() -> None:
     result = commit(scheduler, plan, (9, 10, 11))
     assert result.token_ids.tolist() == [9, 10, 11]
     assert counted(scheduler) == (1, 2, 2)
+    assert scheduler.stats().num_right_by_place == (1, 1, 0, 0)
 
 
 def test_a_row_with_a_grammar_overlaps_while_there_is_nothing_to_guess() -> None:

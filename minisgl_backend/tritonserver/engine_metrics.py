@@ -159,6 +159,7 @@ class ReportedEngine:
             "code",
             [error.code for error in _FAILURES],
         )
+        self._right_guesses = self._make_right_guesses(options.most_guessed)
         self._replicas = self._make_replicas()
         self._of_requests = {
             field: BucketCounts(buckets) for field, (_, buckets) in _OF_REQUESTS.items()
@@ -197,6 +198,8 @@ class ReportedEngine:
             self._rejected[reason].raise_to(value)
         for code, value in stats.failed.items():
             self._failed[code].raise_to(value)
+        for place, value in enumerate(scheduler.num_right_by_place):
+            self._right_guesses[place].raise_to(value)
         self._report_levels(stats)
         self._report_replicas()
         if self._adapters is not None:
@@ -215,6 +218,7 @@ class ReportedEngine:
         self._adapters = None
         self._rejected.clear()
         self._failed.clear()
+        self._right_guesses.clear()
         self._replicas.clear()
         self._histograms.clear()
         self._families.close()
@@ -322,6 +326,16 @@ class ReportedEngine:
         )
         metric.set(1)
         return metric
+
+    def _make_right_guesses(self, most_guessed: int) -> list[ReportedMetric]:
+        """Right guesses by their place in a check. Like the other counters of guesses, that of the
+        first place is there even if nothing is guessed."""
+        family = self._families.counter(
+            "vllm:spec_decode_num_accepted_tokens_per_pos_total",
+            "Guessed tokens that were right, by their place in a check",
+        )
+        places = [str(place) for place in range(max(1, most_guessed))]
+        return list(self._families.by_label(family, "position", places).values())
 
     def _make_replicas(self) -> list[dict[str, ReportedMetric]]:
         """The metrics of each replica; all others are for the replicas together."""

@@ -44,6 +44,7 @@ WANTED: Final = {
     "Step": "minisgl:step_seconds_bucket",
     "Batch": "minisgl:batch_size_bucket",
     "Chunk": "minisgl:chunk_tokens_bucket",
+    "Right guesses by place": "vllm:spec_decode_num_accepted_tokens_per_pos_total",
     "Prefix cache": "vllm:prefix_cache_hits_total",
     "KV usage": "vllm:kv_cache_usage_perc",
     "Refused": "minisgl:requests_rejected_total",

@@ -54,6 +54,41 @@ def test_alerts_fire_when_they_should() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_right_guesses_are_shown_as_shares_of_all_checks(tmp_path: Path) -> None:
+    """Of two engines together. The server of the other tests guesses nothing."""
+    (panel,) = (panel for panel in PANELS if panel["title"] == "Right guesses by place")
+    (target,) = panel["targets"]
+    name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+    counts = {
+        'vllm:spec_decode_num_drafts_total{engine="a"}': 6,
+        'vllm:spec_decode_num_drafts_total{engine="b"}': 2,
+        f'{name}{{engine="a",position="0"}}': 3,
+        f'{name}{{engine="b",position="0"}}': 1,
+        f'{name}{{engine="a",position="1"}}': 2,
+        f'{name}{{engine="b",position="1"}}': 0,
+    }
+    shares = {"0": 0.5, "1": 0.25}
+    test = {
+        "interval": "15s",
+        "input_series": [{"series": of, "values": f"0+{n}x20"} for of, n in counts.items()],
+        "promql_expr_test": [
+            {
+                "expr": filled_in(target["expr"]),
+                "eval_time": "5m",
+                "exp_samples": [
+                    {"labels": f'{{position="{place}"}}', "value": share}
+                    for place, share in shares.items()
+                ],
+            }
+        ],
+    }
+    rules = tmp_path / "test.yml"
+    rules.write_text(yaml.safe_dump({"tests": [test]}))
+    check = [tool("promtool"), "test", "rules", str(rules)]
+    done = subprocess.run(check, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_every_alert_is_tested() -> None:
     text = (Path(__file__).parent / "alerts_test.yml").read_text("utf-8")
     assert [rule["alert"] for rule in RULES if rule["alert"] not in text] == []
@@ -128,12 +163,13 @@ def prometheus(
 
 
 def test_every_panel_shows_numbers(gateway: str, prometheus: Prometheus) -> None:
-    """Except GPU metrics, which the server here does not have."""
+    """Except GPU metrics, which the server here does not have, and shares of guesses, since it
+    makes none."""
     wanted = {
         filled_in(target["expr"]).replace("[1m]", "[10s]")
         for panel in PANELS
         for target in panel["targets"]
-        if "nv_gpu_" not in target["expr"]
+        if "nv_gpu_" not in target["expr"] and "per_pos_total" not in target["expr"]
     }
     deadline = time.monotonic() + 2 * PATIENCE_S
     while wanted:

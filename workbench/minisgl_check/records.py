@@ -26,6 +26,9 @@ _COUNTED: Final[Mapping[str, Callable[[Mapping[str, Any]], float]]] = {
     "vllm:generation_tokens_total": lambda engine: engine["num_generated_tokens"],
     "vllm:prefix_cache_hits_total": lambda engine: engine["scheduler"]["prefix_hits"],
     "vllm:spec_decode_num_draft_tokens_total": lambda engine: engine["scheduler"]["num_guesses"],
+    "vllm:spec_decode_num_accepted_tokens_per_pos_total": lambda engine: engine["scheduler"][
+        "num_right_guesses"
+    ],
     "minisgl:requests_cancelled_total": lambda engine: engine["num_cancelled"],
     "minisgl:requests_retracted_total": lambda engine: engine["scheduler"]["num_retractions"],
 }

@@ -6,6 +6,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,12 @@ def reports(metrics: EngineMetrics, engine: Engine) -> None:
         time.sleep(0.001)
 
 
+def by_label(family: str, label: str) -> dict[str, float]:
+    """The values of a family's metrics."""
+    metrics = MetricFamily.families[family].metrics
+    return {dict(key)[label]: metric.current for key, metric in metrics.items()}
+
+
 def metric(name: str, **labels: str) -> Metric:
     """The metric of a family that has these labels."""
     (found,) = (
@@ -155,6 +162,34 @@ def test_counts_are_told_once(metrics: EngineMetrics, engine: Engine) -> None:
     assert metric("minisgl:requests_cancelled_total").current == 2
 
 
+PER_PLACE = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+
+
+@pytest.mark.parametrize("option", ["speculative_tokens", "speculative_mtp_tokens"])
+def test_right_guesses_are_told_by_place(option: str, engine: Engine) -> None:
+    MetricFamily.families.clear()
+    options = EngineOptions.from_mapping({"model": "/models/demo", option: 3})
+    metrics = EngineMetrics(engine, options, version="1", every_s=0.001)
+    try:
+        for by_right, expected in (
+            ((9, 4, 1, 2), {"0": 7, "1": 3, "2": 2}),
+            ((9, 5, 2, 3), {"0": 10, "1": 5, "2": 3}),
+        ):
+            engine.scheduler = replace(engine.scheduler, num_checks_by_right=by_right)
+            reports(metrics, engine)
+            assert by_label(PER_PLACE, "position") == expected
+    finally:
+        metrics.close()
+
+
+def test_an_engine_that_guesses_nothing_tells_that_of_the_first_place(
+    metrics: EngineMetrics, engine: Engine
+) -> None:
+    engine.scheduler = replace(engine.scheduler, num_checks_by_right=(0,))
+    reports(metrics, engine)
+    assert by_label(PER_PLACE, "position") == {"0": 0}
+
+
 @pytest.mark.parametrize("error", [EngineFailure, Overloaded, InvalidRequest, Unsupported])
 def test_requests_that_fail_are_counted_whatever_their_error(
     error: type[MiniSGLError], metrics: EngineMetrics, engine: Engine
@@ -168,18 +203,14 @@ def test_requests_that_fail_are_counted_whatever_their_error(
 
 
 def test_load_under_the_names_that_routers_read(metrics: EngineMetrics, engine: Engine) -> None:
-    def levels(family: str, label: str) -> dict[str, float]:
-        metrics = MetricFamily.families[family].metrics
-        return {dict(key)[label]: metric.current for key, metric in metrics.items()}
-
     reports(metrics, engine)
-    assert levels("nv_trt_llm_request_metrics", "request_type") == {
+    assert by_label("nv_trt_llm_request_metrics", "request_type") == {
         "waiting": 1,
         "scheduled": 2,
         "active": 2,
         "max": 8,
     }
-    assert levels("nv_trt_llm_kv_cache_block_metrics", "kv_cache_block_type") == {
+    assert by_label("nv_trt_llm_kv_cache_block_metrics", "kv_cache_block_type") == {
         "fraction": 0.5,
         "used": 25,
         "free": 25,

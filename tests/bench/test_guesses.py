@@ -23,6 +23,7 @@ def test_an_answer_that_repeats_the_prompt_takes_few_steps(tmp_path: Path) -> No
     command = ["guesses", str(prompt), str(other), "--prompt", str(prompt)]
     rows: list[dict[str, Any]] = figures_of(command, tmp_path)["rows"]
     again, new = rows
+    assert all(sum(row["right_by_place"]) == row["right"] for row in rows)
     assert [row["answer"] for row in rows] == ["prompt.txt", "other.txt"]
     assert again["right"] > 0.9 * again["guesses"] and again["tokens_a_step"] > 2.5
     assert new["right"] < 0.2 * new["tokens"] and new["tokens_a_step"] < 1.3
@@ -33,6 +34,9 @@ def test_what_is_guessed_right_takes_no_steps() -> None:
     (again,) = replayed(tokens, [tokens], most_guesses=7)
     assert again.num_steps == again.num_checks + 3 - 1, "the first sample is the prompt's"
     assert again.num_right == again.num_guesses == 49 - again.num_steps
+    assert len(again.num_right_by_place) == 7
+    assert sum(again.num_right_by_place) == again.num_right
+    assert again.num_right_by_place[0] == again.num_checks
     (new,) = replayed(tokens, [100 + tokens], most_guesses=7)
     assert (new.num_steps, new.num_checks) == (49, 0)
 

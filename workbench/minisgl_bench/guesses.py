@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import sub
 from pathlib import Path
 
 import click
@@ -30,12 +31,14 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 @dataclass(frozen=True, slots=True)
 class Replay:
     """How a request got the tokens of an answer after the first: the number of decode steps, how
-    many of them were checks, and the numbers of guesses and of right ones."""
+    many of them were checks, and the numbers of guesses and of right ones, also by their place in
+    a check."""
 
     num_steps: int
     num_checks: int
     num_guesses: int
     num_right: int
+    num_right_by_place: tuple[int, ...]
 
 
 def replayed(
@@ -63,6 +66,7 @@ def replayed(
             after.num_checks - before.num_checks,
             after.num_guesses - before.num_guesses,
             after.num_right_guesses - before.num_right_guesses,
+            tuple(map(sub, after.num_right_by_place, before.num_right_by_place)),
         )
 
 
@@ -98,7 +102,8 @@ def guesses(
     another.
 
     tokens a check: that a step with guesses gives on average; compare "tokens to save time" of
-    `minisgl bench speculation`. tokens a step: of all steps.
+    `minisgl bench speculation`. tokens a step: of all steps. right by place: right guesses at the
+    first place of a check, at the second, and so on.
     """
     try:
         with understood(tokenizer):
@@ -129,6 +134,7 @@ def guesses(
             checks=replay.num_checks,
             guesses=replay.num_guesses,
             right=replay.num_right,
+            right_by_place=replay.num_right_by_place,
             tokens_a_check=round(1 + replay.num_right / max(1, replay.num_checks), 2),
             tokens_a_step=round((len(text) - 1) / max(1, replay.num_steps), 2),
         )

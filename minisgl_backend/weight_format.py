@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from enum import Enum
+from itertools import combinations
 from typing import Final
 
 
@@ -99,10 +100,22 @@ CONVERTED_FP8: Final = WeightFormat(
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """The format of all projections whose names ``pattern`` matches in full; None for plain."""
+    """The format of some projections; None for plain.
 
-    pattern: re.Pattern[str]
+    They are those whose names ``pattern`` matches in full. In place of one it may be a set of
+    modules: they and all below them, wherever else their names begin. Checkpoints list tens of
+    thousands.
+    """
+
+    pattern: re.Pattern[str] | frozenset[str]
     format: WeightFormat | None
+
+    def is_for(self, name: str) -> bool:
+        if isinstance(self.pattern, re.Pattern):
+            return self.pattern.fullmatch(name) is not None
+        parts = name.split(".")
+        spans = combinations(range(len(parts) + 1), 2)
+        return any(".".join(parts[begin:end]) in self.pattern for begin, end in spans)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +135,7 @@ class WeightFormats:
         if name.endswith("embed_tokens"):
             return None
         for rule in self.rules:
-            if any(rule.pattern.fullmatch(each) for each in (name, *others)):
+            if any(map(rule.is_for, (name, *others))):
                 return rule.format
         return None
 

@@ -8,6 +8,7 @@ know models, files, or what is computed with a weight.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Final, Protocol
 
@@ -52,11 +53,8 @@ class _Fp8:
             "scales": _block_scales(
                 share, ("weight_scale_inv", "weight_scale"), (*FLOATS, "F8_E8M0"), signed=False
             ),
-            "input_scale": StoredTensor(
-                names=("input_scale", "activation_scale"),
-                shapes=((), (1,)),
-                is_scale=True,
-                signed=False,
+            "input_scale": replace(
+                _scale_of_all("input_scale", "activation_scale"),
                 optional=not share.form.static_inputs,
             ),
         }
@@ -207,19 +205,45 @@ class _MxPacked:
     weight_scale uint8 [out, in / 32], exponents."""
 
     def tensors(self, share: WeightShare) -> Mapping[str, StoredTensor]:
-        octets = cells(share.ins, 2)
         return {
-            "codes": StoredTensor(
-                names=("weight_packed",),
-                shapes=((share.outs.total, octets.total),),
-                dtypes=("U8",),
-                region=(held(share.outs), held(octets)),
-            ),
+            "codes": _packed_halves("weight_packed", share),
             "scales": _block_scales(share, ("weight_scale",), ("U8", "F8_E8M0")),
         }
 
     def read(self, share: WeightShare, found: Mapping[str, ReadTensor]) -> QuantizedWeight:
         return share.of(found["codes"].values, found["scales"].values.view(torch.uint8))
+
+
+class _Nvfp4:
+    """NVFP4: codes uint8 [out, in / 2], the even input in the low half, weight_scale float8_e4m3fn
+    [out, in / 16], and a float32 scale of the whole weight.
+
+        compressed-tensors   weight_packed, weight_global_scale, by which is divided
+        ModelOpt             weight, weight_scale_2
+
+    Scales of groups may be 0: so are groups of zeros. There may be a scale of activations.
+    """
+
+    def __init__(self, codes: str, whole: str, inputs: str, *, divides: bool):
+        self._codes, self._whole, self._inputs, self._divides = codes, whole, inputs, divides
+
+    def tensors(self, share: WeightShare) -> Mapping[str, StoredTensor]:
+        scales = _block_scales(share, ("weight_scale",), ("F8_E4M3",), signed=False)
+        return {
+            "codes": _packed_halves(self._codes, share),
+            "scales": replace(scales, may_be_zero=True),
+            "whole": _scale_of_all(self._whole),
+            "input_scale": replace(_scale_of_all(self._inputs), optional=True),
+        }
+
+    def read(self, share: WeightShare, found: Mapping[str, ReadTensor]) -> QuantizedWeight:
+        scale = found["whole"].values.float().reshape(())
+        if self._divides:
+            scale = scale.reciprocal()
+            if not scale.isfinite():
+                raise ConfigError(f"{found['whole'].name} is too small to divide by")
+        row_scales = scale.repeat(share.outs.size)
+        return share.of(found["codes"].values, found["scales"].values, row_scales=row_scales)
 
 
 READERS: Final[Mapping[Layout, Reader]] = MappingProxyType(
@@ -231,8 +255,28 @@ READERS: Final[Mapping[Layout, Reader]] = MappingProxyType(
         Layout.AWQ: _Awq(),
         Layout.PACKED: _Packed(),
         Layout.MX_PACKED: _MxPacked(),
+        Layout.NV_PACKED: _Nvfp4(
+            "weight_packed", "weight_global_scale", "input_global_scale", divides=True
+        ),
+        Layout.NV_MODELOPT: _Nvfp4("weight", "weight_scale_2", "input_scale", divides=False),
     }
 )
+
+
+def _packed_halves(name: str, share: WeightShare) -> StoredTensor:
+    """Codes of 4 bits [out, in / 2], the even input in the low half of a byte."""
+    octets = cells(share.ins, 2)
+    return StoredTensor(
+        names=(name,),
+        shapes=((share.outs.total, octets.total),),
+        dtypes=("U8",),
+        region=(held(share.outs), held(octets)),
+    )
+
+
+def _scale_of_all(*names: str) -> StoredTensor:
+    """One scale, of a whole weight or of activations."""
+    return StoredTensor(names=names, shapes=((), (1,)), is_scale=True, signed=False)
 
 
 def _block_scales(

@@ -73,8 +73,8 @@ class StoredTensor:
     ``names``: the last part of its name, which tools may spell in several ways. ``shapes`` and
     ``dtypes``: those that it may have, dtypes by safetensors' names. ``region``: what is read of a
     tensor with the same number of dimensions; other tensors are read in full. ``is_scale``: its
-    numbers must be finite and not 0, and above 0 unless ``signed``. If ``optional``, checkpoints
-    may lack it.
+    numbers must be finite and not 0, and above 0 unless ``signed``; if it ``may_be_zero``, they
+    must be finite and have no sign. If ``optional``, checkpoints may lack it.
     """
 
     names: tuple[str, ...]
@@ -83,6 +83,7 @@ class StoredTensor:
     region: tuple[slice, ...] = ()
     is_scale: bool = False
     signed: bool = True
+    may_be_zero: bool = False
     optional: bool = False
 
 

@@ -71,7 +71,10 @@ class WeightShare:
 
     @property
     def enclosing(self) -> tuple[slice, slice]:
-        """The rows and the columns of all blocks in which the share lies."""
+        """The rows and the columns of all blocks in which the share lies; those of the whole
+        weight if a scale is for all of it."""
+        if self.form.has_row_scales:
+            return slice(0, self.outs.total), slice(0, self.ins.total)
 
         def numbers(share: Share, blocks: Share, size: int | None) -> slice:
             if size is None:
@@ -110,13 +113,14 @@ class WeightShare:
         scales: Tensor,
         zeros: Tensor | None = None,
         groups: Tensor | None = None,
+        row_scales: Tensor | None = None,
     ) -> QuantizedWeight:
-        """The weight, made of the share's codes and of the scales and zero points of the blocks
-        that were read."""
+        """The weight, made of the share's codes and ``row_scales``, and of the scales and zero
+        points of the blocks that were read."""
         if zeros is not None:
             zeros = self.finer(zeros)
         return QuantizedWeight(
-            self.form.encoding, self.block, codes, self.finer(scales), zeros, groups
+            self.form.encoding, self.block, codes, self.finer(scales), zeros, groups, row_scales
         )
 
     def quantized(self, weight: Tensor) -> QuantizedWeight:
@@ -128,15 +132,16 @@ class WeightShare:
         found = quantize(weight, form.encoding, native, symmetric=form.symmetric)
         top, left = (edge.start for edge in self.enclosing)
         begin, per_byte = ins.start - left, 8 // form.encoding.bits
+        of_rows = slice(outs.start - top, outs.end - top)
+        line, column = self.lines.start - top // native[0], self.width.start - left // native[1]
+        read = slice(line, line + self.lines.size), slice(column, column + self.width.size)
         groups = None
         if form.reorders:
             groups = torch.arange(ins.start, ins.end, device=weight.device).int() // native[1]
         return self.of(
-            found.codes[
-                outs.start - top : outs.end - top,
-                begin // per_byte : (begin + ins.size) // per_byte,
-            ],
-            found.scales,
-            found.zeros,
+            found.codes[of_rows, begin // per_byte : (begin + ins.size) // per_byte],
+            found.scales[read],
+            None if found.zeros is None else found.zeros[read],
             groups,
+            None if found.row_scales is None else found.row_scales[of_rows],
         )

@@ -42,6 +42,8 @@ _BYTES: Final = MappingProxyType(
     {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1}
     | {"I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1}
 )
+_INPUTS_IN: Final = MappingProxyType({"U8": 2})
+"""Inputs in an element of a weight in codes of 4 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,7 +300,9 @@ def check_weights(spec: ModelSpec, files: WeightFiles) -> None:
         header = found.get(f"{module}.weight")
         if header is None:  # ``weights`` will list all that is missing
             continue
-        for (field, value), stored in zip(sizes.items(), header.shape, strict=False):
+        per_number = _INPUTS_IN.get(header.dtype, 1)
+        shape = *header.shape[:-1], *(size * per_number for size in header.shape[-1:])
+        for (field, value), stored in zip(sizes.items(), shape, strict=False):
             if value != stored:
                 raise ConfigError(
                     f"config.json: {field} is {value}, "

@@ -11,17 +11,26 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.models.config_json import ConfigReader, read_json
-from minisgl_backend.weight_format import Encoding, Layout, Rule, WeightFormat, WeightFormats
+from minisgl_backend.weight_format import (
+    GROUP_OF_NVFP4,
+    Encoding,
+    Layout,
+    Rule,
+    WeightFormat,
+    WeightFormats,
+)
 
 MODELOPT_FILE: Final = "hf_quant_config.json"
 _SUPPORTED: Final = (
-    "fp8 (in blocks, or per tensor), compressed-tensors, modelopt (FP8), awq, gptq, and mxfp4"
+    "fp8 (in blocks, or per tensor), compressed-tensors, modelopt (FP8, NVFP4), awq, gptq, and "
+    "mxfp4"
 )
 _ALL: Final = re.compile(".*")
 _LARGEST_GROUP: Final = 2**20
@@ -33,16 +42,17 @@ def read_quantization(
     """How the weights that ``config``, a config.json, describes are stored; None: all are plain.
 
     ``modelopt`` is the content of ``hf_quant_config.json``, if there is one; it is used if
-    config.json says nothing. Raises ``ConfigError`` for what is not supported.
+    config.json says nothing. It also counts before a ``text_config``, which may still say how the
+    weights were stored that ModelOpt began with. Raises ``ConfigError`` for what is not supported.
     """
     given, where = _given(config)
-    if not given and config.table("text_config"):
-        given, where = _given(config.part("text_config"))
-    if not given:
-        if modelopt is None:
-            return None
+    if not given and modelopt is not None:
         where, values = MODELOPT_FILE, ConfigReader(modelopt, MODELOPT_FILE)
         given = {"quant_method": "modelopt", **values.table("quantization")}
+    elif not given and config.table("text_config"):
+        given, where = _given(config.part("text_config"))
+    if not given:
+        return None
     quantization = ConfigReader(given, where)
     method = quantization.word("quant_method", "").replace("_", "-") or next(
         (tool for key, tool in _TOLD_BY.items() if key in quantization.values), "no quant_method"
@@ -147,21 +157,48 @@ def _gptq_format(config: ConfigReader, layout: Layout) -> WeightFormat:
 
 
 def _modelopt(config: ConfigReader) -> list[Rule]:
-    """ModelOpt's FP8, which has scales of activations, and FP8 per channel, which has none."""
+    """ModelOpt's FP8, FP8 per channel and NVFP4, or several of them (MIXED_PRECISION): then each
+    module is listed, or what holds it, such as all experts of a layer."""
     algorithm = config.values.get("quant_algo")
     if algorithm is None:  # keys and values at most
         if config.table("config_groups"):
             raise ConfigError(f"{config.where}: config_groups without quant_algo is not supported")
         return _only_kv(config)
-    form = _MODELOPT.get(str(algorithm))
+    _check_kv(config)
+    if algorithm == "MIXED_PRECISION":
+        quantized = _modelopt_layers(config)
+    else:
+        quantized = [Rule(_ALL, _modelopt_format(config))]
+    excluded = _names(config, "exclude_modules", "ignore")
+    with_wildcards = [name for name in excluded if any(map(name.__contains__, "*?["))]
+    listed = Rule(frozenset(excluded).difference(with_wildcards), None)
+    return [listed, *_plain(config, with_wildcards, _glob), *quantized]
+
+
+def _modelopt_layers(config: ConfigReader) -> list[Rule]:
+    where = f"{config.where}: quantized_layers"
+    layers = ConfigReader(config.table("quantized_layers"), where)
+    if not layers.values:
+        raise ConfigError(f"{where}: MIXED_PRECISION needs the modules that are quantized")
+    names: dict[WeightFormat, set[str]] = {}
+    for name in layers.values:
+        layer = ConfigReader(layers.table(name), f"{where}: {name}")
+        names.setdefault(_modelopt_format(layer), set()).add(name)
+    return [Rule(frozenset(held), form) for form, held in names.items()]
+
+
+def _modelopt_format(config: ConfigReader) -> WeightFormat:
+    algorithm = str(config.values.get("quant_algo"))
+    form = _MODELOPT.get(algorithm)
     if form is None:
         raise ConfigError(
             f"{config.where}: quant_algo {algorithm} is not supported; supported are "
-            + ", ".join(_MODELOPT)
+            f"{', '.join(_MODELOPT)}, and MIXED_PRECISION of these"
         )
-    _check_kv(config)
-    plain = _names(config, "exclude_modules", "ignore")
-    return [*_plain(config, plain, _glob), Rule(_ALL, form)]
+    if form.has_row_scales:
+        size = config.integer("group_size", GROUP_OF_NVFP4)
+        _only(config, "group_size", size, GROUP_OF_NVFP4)
+    return form
 
 
 def _mxfp4(config: ConfigReader) -> list[Rule]:
@@ -205,6 +242,8 @@ def _scheme(group: ConfigReader, layout: str) -> WeightFormat | None:
         _only(weights, "num_bits", kind[1], 4)
         _only(weights, "group_size", weights.integer("group_size", 32), 32)
         return WeightFormat(layout=Layout.MX_PACKED, encoding=Encoding.E2M1, block=(1, 32))
+    if layout == "nvfp4-pack-quantized":
+        return _nvfp4_format(weights, kind, strategy)
     if layout in ("float-quantized", "naive-quantized") and kind == ("float", 8):
         return _float8_format(weights, inputs, strategy)
     if layout == "pack-quantized" and kind in (("int", 4), ("int", 8)):
@@ -213,8 +252,21 @@ def _scheme(group: ConfigReader, layout: str) -> WeightFormat | None:
         return _packed_format(weights, strategy, Encoding.INT4 if kind[1] == 4 else Encoding.INT8)
     raise ConfigError(
         f"{group.where}: {layout} weights of {kind[1]} bits ({kind[0]}) are not supported; "
-        "supported are float-quantized of 8 bits, pack-quantized of 4 and 8, mxfp4-pack-quantized"
+        "supported are float-quantized of 8 bits, pack-quantized of 4 and 8, mxfp4-pack-quantized, "
+        "nvfp4-pack-quantized"
     )
+
+
+def _nvfp4_format(weights: ConfigReader, kind: tuple[str, int], strategy: str) -> WeightFormat:
+    _only(weights, "type", kind[0], "float")
+    _only(weights, "num_bits", kind[1], 4)
+    _only(weights, "group_size", weights.integer("group_size", GROUP_OF_NVFP4), GROUP_OF_NVFP4)
+    if strategy not in ("tensor_group", "group"):
+        raise weights.error("strategy", "tensor_group or group", strategy)
+    _only(weights, "symmetric", weights.flag("symmetric", True), True)
+    scale_type = weights.word("scale_dtype", "float8_e4m3fn").removeprefix("torch.")
+    _only(weights, "scale_dtype", scale_type, "float8_e4m3fn")
+    return _NVFP4_PACKED
 
 
 def _float8_format(weights: ConfigReader, inputs: ConfigReader, strategy: str) -> WeightFormat:
@@ -370,12 +422,16 @@ _METHODS: Final[Mapping[str, Callable[[ConfigReader], list[Rule]]]] = MappingPro
     {
         "fp8": _fp8,
         "compressed-tensors": _compressed_tensors,
-        "modelopt": _modelopt,
+        **dict.fromkeys(("modelopt", "modelopt-fp4", "modelopt-mixed"), _modelopt),
         "awq": _awq,
         "gptq": _gptq,
         "mxfp4": _mxfp4,
     }
 )
+_NVFP4: Final = WeightFormat(
+    layout=Layout.NV_MODELOPT, encoding=Encoding.E2M1, block=(1, GROUP_OF_NVFP4)
+)
+_NVFP4_PACKED: Final = replace(_NVFP4, layout=Layout.NV_PACKED)
 _MODELOPT: Final = MappingProxyType(
     {
         "FP8": WeightFormat(
@@ -384,5 +440,7 @@ _MODELOPT: Final = MappingProxyType(
         "FP8_PER_CHANNEL_PER_TOKEN": WeightFormat(
             layout=Layout.FP8, encoding=Encoding.E4M3, block=(1, None)
         ),
+        **dict.fromkeys(("NVFP4", "W4A16_NVFP4"), _NVFP4),
     }
 )
+"""Of NVFP4, the second name says that the tool did not measure activations."""

@@ -25,9 +25,14 @@ _OUTPUTS_AT: Final = {
     **dict.fromkeys(("qweight", "qzeros", "scales"), 1),
 }
 """The dimension of a tensor that is its module's outputs, or blocks or words of outputs."""
-_SCALABLE: Final = ("weight", "weight_scale", "weight_scale_inv", "scales")
+_SCALABLE: Final = ("weight", "weight_scale", "weight_scale_inv", "weight_scale_2", "scales")
 """Tensors that a factor of the weight multiplies, unless they are codes."""
-_FOR_ALL_PARTS: Final = ("input_scale", "g_idx", "weight_g_idx")
+_DIVISOR: Final = "weight_global_scale"
+"""A tensor that such a factor divides, as it itself divides the weight."""
+_FOR_ALL_PARTS: Final = (
+    *("input_scale", "g_idx", "weight_g_idx"),
+    *("weight_scale_2", "weight_global_scale", "input_global_scale"),
+)
 _NEEDLESS: Final = ("weight_shape",)
 """Says about a merged module what its other tensors say as well."""
 _OF_INPUTS: Final = "activation_scale"
@@ -147,7 +152,9 @@ class TensorNames:
             module, _, kind = weight.rpartition(".")
             factors = (factor for end, factor in self.scaled.items() if module.endswith(end))
             factor = next(factors, 1.0)
-            is_scaled = factor != 1.0 and kind in _SCALABLE
+            if kind == _DIVISOR:
+                factor = 1 / factor
+            is_scaled = factor != 1.0 and kind in (*_SCALABLE, _DIVISOR)
             yield weight, replace(stored, scale=factor) if is_scaled else stored
 
     def _weights(self, name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, StoredAs]]:

@@ -220,31 +220,34 @@ def _read_file(path: Path, uses: Mapping[str, _Use]) -> Iterator[tuple[str, Tens
             if stored.scale != 1.0:
                 values = _scaled(stored, values, is_scale=use.wanted.is_scale)
             if use.wanted.is_scale:
-                _check_scale(stored.name, values, signed=use.wanted.signed)
+                _check_scale(stored.name, values, use.wanted)
             yield name, values
 
 
 def _scaled(stored: StoredAs, values: Tensor, *, is_scale: bool) -> Tensor:
-    """What was read, times its factor, unless it is codes. Raises ``ConfigError`` for scales that
-    are exponents."""
+    """What was read, times its factor, unless it is codes or has 8 bits: then the scale of the
+    whole weight takes the factor. Raises ``ConfigError`` for scales that are exponents."""
     if values.dtype in _FLOATS:
         return values.to(torch.promote_types(values.dtype, torch.float32)) * stored.scale
-    if is_scale:
+    if is_scale and values.dtype != torch.float8_e4m3fn:
         raise ConfigError(f"{stored.name} has exponents, which a factor of the model cannot scale")
     return values
 
 
-def _check_scale(name: str, values: Tensor, *, signed: bool) -> None:
-    """Raise ``ConfigError`` unless each scale is finite and not 0, or above 0 if not ``signed``."""
+def _check_scale(name: str, values: Tensor, wanted: StoredTensor) -> None:
+    """Raise ``ConfigError`` unless each scale is finite, and not 0, above 0 or without a sign, as
+    ``wanted``."""
+    limit = "not 0" if wanted.signed else "without a sign" if wanted.may_be_zero else "above 0"
     if values.dtype in (torch.uint8, torch.float8_e8m0fnu):  # exponents
         is_wrong = values.view(torch.uint8) == 255
     else:
         wide = values.float()  # what kernels compute with, even for float64
-        is_wrong = ~wide.isfinite() | (wide == 0 if signed else wide <= 0)
+        beyond = wide.signbit() if wanted.may_be_zero else wide == 0 if wanted.signed else wide <= 0
+        is_wrong = ~wide.isfinite() | beyond
     if is_wrong.any():
         at = is_wrong.nonzero()[0].tolist()
         raise ConfigError(
-            f"{name} must be finite and {'not' if signed else 'above'} 0, it is "
+            f"{name} must be finite and {limit}, it is "
             f"{values[tuple(at)].float().item()}" + (f" at {at}" if at else "")
         )
 

@@ -1790,6 +1790,13 @@ def write_model(name: str, folder: Path) -> None:
         "quantized-moe": lambda: _qwen3_moe(
             **sizes, moe_intermediate_size=192, num_experts=4, decoder_sparse_step=2
         ),
+        "quantized-tied": lambda: _qwen3(**{**sizes, "tie_word_embeddings": True}),
+        "quantized-moe-cut-anywhere": lambda: _qwen3_moe(  # two ranks cut even groups of 16
+            **{**sizes, "intermediate_size": 304},
+            moe_intermediate_size=176,
+            num_experts=4,
+            decoder_sparse_step=2,
+        ),
         "quantized-latents": lambda: _deepseek_v2(
             **{**sizes, "num_hidden_layers": 2, "kv_lora_rank": 128, "q_lora_rank": 192},
             moe_intermediate_size=192,

@@ -191,6 +191,35 @@ def mx_packed(weight: Tensor) -> Packed:
     return tensors, numbers
 
 
+def nvfp4(weight: Tensor, *, modelopt: bool = False, inputs: bool = True) -> Packed:
+    """With a group of zeros; with scales of activations if ``inputs``."""
+    weight = weight.clone()
+    weight[0, :16] = 0
+    groups = weight.view(len(weight), -1, 16)  # [rows, groups, 16]
+    whole = weight.abs().max() / (FP8_MAX * 6)
+    if not modelopt:  # the other tool stores the reciprocal
+        whole = 1 / (1 / whole)
+    scales = (groups.abs().amax(dim=-1) / 6 / whole).to(torch.float8_e4m3fn)  # [rows, groups]
+    scaled = groups / (scales.float().clamp_min(2**-9) * whole)[..., None]
+    codes = (scaled[..., None] - E2M1).abs().argmin(dim=-1)
+    numbers = (E2M1[codes] * scales.float()[..., None] * whole).flatten(1)
+    codes = codes.flatten(1).to(torch.uint8)
+    halves = codes[:, ::2] | codes[:, 1::2] << 4
+    if modelopt:
+        tensors = {"weight": halves, "weight_scale": scales, "weight_scale_2": whole}
+        return {**tensors, **({"input_scale": torch.tensor(0.004)} if inputs else {})}, numbers
+    tensors = {
+        "weight_packed": halves,
+        "weight_scale": scales,
+        "weight_global_scale": (1 / whole)[None],
+    }
+    return {**tensors, **({"input_global_scale": torch.tensor([300.0])} if inputs else {})}, numbers
+
+
+def nvfp4_modelopt(weight: Tensor) -> Packed:
+    return nvfp4(weight, modelopt=True)
+
+
 def plain(weight: Tensor) -> Packed:
     return {"weight": weight}, fp8_blocks(weight)[1]
 
@@ -232,8 +261,9 @@ class Case:
     ModelOpt's own file has it.
 
     Projections whose names contain a match of ``plain_in`` stay plain; the output head does unless
-    the case ``has_head``. If ``stacked``, one tensor has all experts: with gates ``above`` ups, as
-    in newer versions of transformers, or ``interleaved``, as in gpt-oss.
+    the case ``has_head``. Those whose names contain a match of the expression in ``others`` are
+    packed in the way beside it. If ``stacked``, one tensor has all experts: with gates ``above``
+    ups, as in newer versions of transformers, or ``interleaved``, as in gpt-oss.
     """
 
     pack: Pack
@@ -243,11 +273,22 @@ class Case:
     plain_in: str | None = None
     has_head: bool = False
     stacked: Literal["above", "interleaved"] | None = None
+    others: tuple[str, Pack] | None = None
 
 
 _FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 _GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
 _AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+_NVFP4 = _group("tensor_group", 4, group_size=16)
+_NVFP4_INPUTS = {**_NVFP4, "dynamic": "local"}
+_MODELOPT_GROUP = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
+_FP8_LAYER = {"quant_algo": "FP8"}
+_NVFP4_LAYER = {"quant_algo": "NVFP4", "group_size": 16}
+_FP8_IN_MAMBA = ("0.mixer.in", "0.mixer.out", "2.mixer.q", "2.mixer.k", "2.mixer.v")
+_NVFP4_IN_MAMBA = (
+    *("1.mixer", "3.mixer.shared_experts"),
+    *(f"3.mixer.experts.{expert}" for expert in range(4)),
+)
 _PLAIN_IN_HYBRIDS = ["lm_head", "model.language_model.layers.0.linear_attn.in_proj_a"]
 """Named as in the whole model, as in publishers' checkpoints, which do not list all of them either.
 """
@@ -470,6 +511,106 @@ CASES: Final[Mapping[str, Case]] = MappingProxyType(
             plain_in=r"self_attn|layers\.0\.mlp",
             stacked="interleaved",
         ),
+        "ct-nvfp4": Case(nvfp4, _compressed("nvfp4-pack-quantized", _NVFP4, _NVFP4_INPUTS)),
+        "ct-nvfp4-moe": Case(
+            lambda weight: nvfp4(weight, inputs=False),
+            _compressed("nvfp4-pack-quantized", _NVFP4),
+            model="quantized-moe-cut-anywhere",
+        ),
+        "ct-nvfp4-merged": Case(
+            nvfp4,
+            _compressed("nvfp4-pack-quantized", _NVFP4, _NVFP4_INPUTS),
+            model="quantized-phi",
+        ),
+        "ct-nvfp4-multipliers": Case(
+            nvfp4,
+            _compressed("nvfp4-pack-quantized", _NVFP4, _NVFP4_INPUTS),
+            model="quantized-falcon",
+        ),
+        "ct-nvfp4-and-fp8-moe": Case(
+            nvfp4,
+            {
+                **_by_names(
+                    (r".*\.self_attn\..*", "float-quantized", _group("channel")),
+                    (r".*\.mlp\..*_proj$", "nvfp4-pack-quantized", _NVFP4),
+                ),
+                "ignore": ["lm_head", "re:.*mlp.gate$"],
+            },
+            model="quantized-moe",
+            others=("self_attn", fp8_channel),
+        ),
+        "modelopt-nvfp4-tied": Case(
+            nvfp4_modelopt,
+            None,
+            modelopt={
+                "producer": {"name": "modelopt", "version": "0.33.0"},
+                "quantization": {
+                    "quant_algo": "NVFP4",
+                    "kv_cache_quant_algo": None,
+                    "group_size": 16,
+                    "exclude_modules": ["lm_head"],
+                },
+            },
+            model="quantized-tied",
+        ),
+        "modelopt-nvfp4-head": Case(
+            lambda weight: nvfp4(weight, modelopt=True, inputs=False),
+            {
+                "quant_method": "modelopt",
+                "quant_algo": "W4A16_NVFP4",
+                "config_groups": {"group_0": {"targets": ["Linear"], "weights": _MODELOPT_GROUP}},
+                "ignore": [],
+            },
+            has_head=True,
+        ),
+        "modelopt-nvfp4-latents": Case(
+            nvfp4_modelopt,
+            {
+                "quant_method": "modelopt",
+                "quant_algo": "NVFP4",
+                "ignore": ["lm_head", "model.layers.1.mlp.gate"],
+            },
+            model="quantized-latents",
+        ),
+        "modelopt-mixed-mamba": Case(
+            nvfp4_modelopt,
+            None,
+            modelopt={
+                "quantization": {
+                    "quant_algo": "MIXED_PRECISION",
+                    "kv_cache_quant_algo": "FP8",
+                    "exclude_modules": ["lm_head", "backbone.layers.2.mixer.o_proj"],
+                    "quantized_layers": {
+                        **{f"backbone.layers.{name}_proj": _FP8_LAYER for name in _FP8_IN_MAMBA},
+                        **{
+                            f"backbone.layers.{at}.{part}_proj": _NVFP4_LAYER
+                            for at in _NVFP4_IN_MAMBA
+                            for part in ("up", "down")
+                        },
+                    },
+                }
+            },
+            model="quantized-mamba",
+            plain_in=r"layers\.2\.mixer\.o_proj",
+            others=(r"layers\.[02]\.mixer", fp8_tensor),
+        ),
+        "modelopt-mixed-hybrid-moe": Case(
+            nvfp4_modelopt,
+            {
+                "quant_method": "modelopt",
+                "quant_algo": "MIXED_PRECISION",
+                "ignore": ["lm_head", "mtp*", *_PLAIN_IN_HYBRIDS],
+                "quantized_layers": {
+                    f"model.layers.{layer}.mlp.experts": {
+                        **_NVFP4_LAYER,
+                        "quant_algo": "W4A16_NVFP4",
+                    }
+                    for layer in range(4)
+                },
+            },
+            model="quantized-hybrid-moe",
+            plain_in=r"^(?!.*\.experts\.)",
+        ),
         "mxfp4-gpt-oss": Case(
             mx_packed,
             {
@@ -496,7 +637,12 @@ def write_quantized(case: str, folder: Path) -> Any:
     what = CASES[case]
     projections = _PROJECTION + (r"|lm_head\.weight" if what.has_head else "")
     theirs = write_with(
-        what.pack, folder, model=what.model, projections=projections, plain_in=what.plain_in
+        what.pack,
+        folder,
+        model=what.model,
+        projections=projections,
+        plain_in=what.plain_in,
+        others=what.others,
     )
     if what.stacked is not None:
         path = folder / "model.safetensors"
@@ -571,9 +717,10 @@ def write_with(
     model: str,
     projections: str = _PROJECTION,
     plain_in: str | None = None,
+    others: tuple[str, Pack] | None = None,
 ) -> Any:
     """Write a checkpoint whose projections are packed with ``pack``, except those whose names
-    contain a match of ``plain_in``."""
+    contain a match of ``plain_in``, and those that ``others`` matches and packs."""
     write_model(model, folder / "numbers")
     path = folder / "numbers" / "model.safetensors"
     tensors: dict[str, Tensor] = {}
@@ -581,7 +728,8 @@ def write_with(
     for name, tensor in load_file(path).items():
         numbers[name] = tensor
         if re.fullmatch(projections, name) and not (plain_in and re.search(plain_in, name)):
-            parts, numbers[name] = pack(tensor)
+            is_other = others is not None and re.search(others[0], name)
+            parts, numbers[name] = (others[1] if others and is_other else pack)(tensor)
             module = name.removesuffix("weight")
             tensors |= {f"{module}{part}": values for part, values in parts.items()}
         elif re.fullmatch(_IN_TURN, name) and "feed_forward" in name:

@@ -79,6 +79,7 @@ def test_every_id_of_the_model_is_one_of_the_tokenizer(
         ("int8-gptq", "int8 in groups of 128 (gptq)"),
         ("int4-gptq", "int4 in groups of 128 (gptq)"),
         ("int4-awq", "int4 in groups of 128 (zero points) (awq)"),
+        ("nvfp4", "fp4 in groups of 16 (modelopt)"),
     ],
 )
 def test_weights_are_quantized_but_for_the_output_head(

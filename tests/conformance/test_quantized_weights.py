@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -100,9 +101,36 @@ def test_experts_in_turn_are_not_converted(tmp_path: Path) -> None:
         logits_of_prompt(tmp_path, OneRank(), "fp8")
 
 
-def test_quantized_weights_go_with_fp8_pages_and_their_scales(tmp_path: Path) -> None:
+def test_experts_in_turn_are_refused_in_nvfp4(tmp_path: Path) -> None:
+    write_checkpoint("gpt-oss", tmp_path)
+    path = tmp_path / "config.json"
+    given = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": given}))
+    with pytest.raises(ConfigError, match=r"experts in fp4 in groups of 16 are not supported"):
+        logits_of_prompt(tmp_path, OneRank())
+
+
+def test_one_tensor_of_all_experts_is_refused_in_nvfp4(tmp_path: Path) -> None:
+    """As ModelOpt writes Llama 4: the scales have no place, so those of single experts lack."""
+    write_quantized("modelopt-mixed-hybrid-moe", tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    experts = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.down_proj\.(\w+)")
+    stacks: dict[str, list[torch.Tensor]] = {}
+    for name in sorted(tensors):
+        if (match := experts.fullmatch(name)) is not None:
+            kind = match[3].removeprefix("weight")
+            stacks.setdefault(f"{match[1]}.down_proj{kind}", []).append(tensors.pop(name))
+    assert any(name.endswith("down_proj_scale_2") for name in stacks)
+    save_file(tensors | {name: torch.stack(parts) for name, parts in stacks.items()}, path)
+    with pytest.raises(ConfigError, match=r"lacks .*experts\.0\.down_proj\.weight_scale"):
+        logits_of_prompt(tmp_path, OneRank())
+
+
+@pytest.mark.parametrize("case", ["ct-fp8-channel-moe", "ct-nvfp4-moe"])
+def test_quantized_weights_go_with_fp8_pages_and_their_scales(case: str, tmp_path: Path) -> None:
     """A checkpoint with both answers the same as its numbers with the same scales."""
-    write_quantized("ct-fp8-channel-moe", tmp_path)
+    write_quantized(case, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
     config["quantization_config"]["kv_cache_scheme"] = {**scheme, "symmetric": True}

@@ -123,6 +123,8 @@ def test_logits_are_equal(case: str, size: int, tmp_path: Path) -> None:
         "nemotron-h-latent",
         "awq-64-moe",
         "mxfp4-stacked-moe",
+        "ct-nvfp4-moe",
+        "modelopt-mixed-mamba",
         "gpt-oss",
         "mxfp4-gpt-oss",
         "llama4",

@@ -554,6 +554,12 @@ FORMATS: Final[dict[str, dict[str, Any]]] = {
         "version": "gemm",
         "modules_to_not_convert": _PLAIN,
     },
+    "nvfp4": {
+        "quant_method": "modelopt",
+        "quant_algo": "NVFP4",
+        "group_size": 16,
+        "exclude_modules": [*_PLAIN, "*gate", "*router"],
+    },
 }
 """The ``quantization_config`` of checkpoints in the most common formats."""
 

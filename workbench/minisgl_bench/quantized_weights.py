@@ -23,6 +23,7 @@ from minisgl_backend.models.spec import ModelSpec
 from minisgl_backend.parallel.group import OneRank
 from minisgl_backend.weight_format import (
     CONVERT_TO_FP8,
+    GROUP_OF_NVFP4,
     Encoding,
     Layout,
     Rule,
@@ -50,6 +51,7 @@ _FORMATS: Final[Mapping[str, tuple[Encoding, tuple[int | None, int | None], bool
             "int4, groups of 128, zero points": (Encoding.INT4, (1, 128), False),
             "int4, groups of 32, zero points": (Encoding.INT4, (1, 32), False),
             "fp4, groups of 32 (mxfp4)": (Encoding.E2M1, (1, 32), True),
+            "fp4, groups of 16 (nvfp4)": (Encoding.E2M1, (1, GROUP_OF_NVFP4), True),
         }
     )
 )

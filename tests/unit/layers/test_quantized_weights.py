@@ -58,6 +58,8 @@ from tests.conformance.quantized_checkpoints import (
     fp8_tensor,
     gptq,
     mx_packed,
+    nvfp4,
+    nvfp4_modelopt,
     packed,
     plain,
     write_quantized,
@@ -112,6 +114,8 @@ LAYOUTS: Final[dict[str, tuple[WeightFormat, Pack]]] = {
         lambda weight: packed(weight, bits=8, group=64, symmetric=False),
     ),
     "mxfp4": (_form(Layout.MX_PACKED, Encoding.E2M1, (1, 32)), mx_packed),
+    "nvfp4": (_form(Layout.NV_PACKED, Encoding.E2M1, (1, 16)), nvfp4),
+    "nvfp4 of modelopt": (_form(Layout.NV_MODELOPT, Encoding.E2M1, (1, 16)), nvfp4_modelopt),
 }
 
 
@@ -360,6 +364,76 @@ SPOILT: Final[dict[str, tuple[str, Spoil, str]]] = {
         _set("weight_scale", 0, (3, 0)),
         r"weight_scale must be finite",
     ),
+    "nvfp4 scale negative": (
+        "ct-nvfp4",
+        _set("weight_scale", -0.5, (3, 2)),
+        r"q_proj\.weight_scale must be finite and without a sign, it is -0.5 at \[3, 2\]",
+    ),
+    "nvfp4 scale -0": (
+        "ct-nvfp4",
+        _set("weight_scale", -0.0, (3, 2)),
+        r"q_proj\.weight_scale must be .* without a sign, it is -0.0 at \[3, 2\]",
+    ),
+    "nvfp4 scale nan": (
+        "modelopt-nvfp4-tied",
+        _set("weight_scale", math.nan, (0, 1)),
+        r"q_proj\.weight_scale must be finite .* it is nan at \[0, 1\]",
+    ),
+    "nvfp4 scale of all 0": (
+        "modelopt-nvfp4-tied",
+        _set("weight_scale_2", 0),
+        r"q_proj\.weight_scale_2 must be finite and above 0, it is 0.0$",
+    ),
+    "nvfp4 scale of all negative": (
+        "ct-nvfp4",
+        _set("weight_global_scale", -2.0),
+        r"q_proj\.weight_global_scale must be finite and above 0, it is -2.0",
+    ),
+    "nvfp4 scale of all nan": (
+        "ct-nvfp4",
+        _set("weight_global_scale", math.nan),
+        r"q_proj\.weight_global_scale must be finite and above 0, it is nan",
+    ),
+    "nvfp4 divisor too small": (
+        "ct-nvfp4",
+        _set("weight_global_scale", 1e-39),
+        r"q_proj\.weight_global_scale is too small to divide by",
+    ),
+    "nvfp4 input scale inf": (
+        "ct-nvfp4",
+        _set("input_global_scale", math.inf),
+        r"q_proj\.input_global_scale must be finite and above 0, it is inf",
+    ),
+    "nvfp4 no scale of all": (
+        "ct-nvfp4",
+        _drop("weight_global_scale"),
+        r"lacks .*q_proj\.weight_global_scale$",
+    ),
+    "nvfp4 of modelopt, no scale of all": (
+        "modelopt-nvfp4-tied",
+        _drop("weight_scale_2"),
+        r"lacks .*q_proj\.weight_scale_2$",
+    ),
+    "nvfp4 groups of another size": (
+        "modelopt-nvfp4-tied",
+        _replace("weight_scale", lambda scale: scale[:, ::2]),
+        r"q_proj\.weight_scale has the shape \(128, 6\), the model needs \(128, 12\)",
+    ),
+    "nvfp4 scales of another type": (
+        "ct-nvfp4",
+        _replace("weight_scale", lambda scale: scale.view(torch.uint8)),
+        r"q_proj\.weight_scale has the type U8, the model needs F8_E4M3",
+    ),
+    "nvfp4 scale of all of another shape": (
+        "ct-nvfp4",
+        _replace("weight_global_scale", lambda scale: scale.repeat(128)),
+        r"q_proj\.weight_global_scale has the shape \(128,\), the model needs \(\) or \(1,\)",
+    ),
+    "nvfp4 with smoothed inputs": (
+        "modelopt-nvfp4-tied",
+        lambda tensors: tensors.update({f"{Q_PROJ}.pre_quant_scale": torch.ones(192)}),
+        r"no place for .*q_proj\.pre_quant_scale of the checkpoint",
+    ),
     "no order": ("ct-w4a16-actorder", _drop("weight_g_idx"), r"lacks .*q_proj\.weight_g_idx"),
 }
 
@@ -450,7 +524,11 @@ def test_weights_of_sizes_that_kernels_do_not_take_are_dequantized(
 
 
 @pytest.mark.parametrize(
-    "case", ["fp8-blocks", "awq-64-moe", "gptq-reordered", "mxfp4-stacked-moe"]
+    "case",
+    [
+        *("fp8-blocks", "awq-64-moe", "gptq-reordered", "mxfp4-stacked-moe"),
+        *("ct-nvfp4", "ct-nvfp4-moe", "modelopt-nvfp4-tied"),
+    ],
 )
 def test_dummy_weights_of_ranks_are_slices_of_one_model(
     case: str, checkpoints: Callable[[str], Path]
@@ -484,6 +562,7 @@ QWEN: Final = {
     "num_key_value_heads": 4,
 }
 _PACK: Final = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+_NVFP4: Final = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}
 
 
 def _group_of(**weights: Any) -> dict[str, Any]:
@@ -546,13 +625,60 @@ REFUSED: Final[dict[str, tuple[dict[str, Any], str]]] = {
         {"quant_method": "gptq", "bits": 4, "dynamic": {"-:(": {}}},
         "no regular expression",
     ),
-    "modelopt": (
-        {"quant_method": "modelopt", "quant_algo": "NVFP4"},
-        "quant_algo NVFP4 is not supported; supported are FP8, FP8_PER_CHANNEL_PER_TOKEN",
+    **{
+        f"modelopt {algorithm}": (
+            {"quant_method": "modelopt", "quant_algo": algorithm},
+            f"quant_algo {algorithm} is not supported; supported are FP8, FP8_PER_CHANNEL_PER_TOKEN"
+            ", NVFP4, W4A16_NVFP4, and MIXED_PRECISION of these",
+        )
+        for algorithm in ("NVFP4_AWQ", "NVFP4_SVD", "W4A8_NVFP4_FP8", "MXFP8", "FP8_PB_WO")
+    },
+    "modelopt groups": (
+        {"quant_method": "modelopt_fp4", "quant_algo": "NVFP4", "group_size": 32},
+        "group_size 32 is not supported, only 16",
     ),
-    "nvfp4": (
-        {**_PACK, "format": "nvfp4-pack-quantized", **_group_of(num_bits=4, type="float")},
-        r"nvfp4-pack-quantized weights of 4 bits \(float\) are not supported; supported are float",
+    "modelopt pages": (
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "kv_cache_quant_algo": "NVFP4"},
+        "kv_cache_quant_algo 'NVFP4' is not supported, only 'FP8'",
+    ),
+    "modelopt mixed without modules": (
+        {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"},
+        "quantized_layers: MIXED_PRECISION needs the modules that are quantized",
+    ),
+    "modelopt mixed": (
+        {
+            "quant_method": "modelopt",
+            "quant_algo": "MIXED_PRECISION",
+            "quantized_layers": {
+                "model.layers.0.mlp.up_proj": {"quant_algo": "NVFP4", "group_size": 16},
+                "model.layers.0.mlp.down_proj": {"quant_algo": "MXFP8", "group_size": 32},
+            },
+        },
+        r"quantized_layers: model\.layers\.0\.mlp\.down_proj: quant_algo MXFP8 is not supported",
+    ),
+    "nvfp4 groups": (
+        {**_NVFP4, **_group_of(num_bits=4, type="float", group_size=32)},
+        "weights: group_size 32 is not supported, only 16",
+    ),
+    "nvfp4 integers": (
+        {**_NVFP4, **_group_of(num_bits=4, type="int", group_size=16)},
+        "weights: type 'int' is not supported, only 'float'",
+    ),
+    "nvfp4 bits": (
+        {**_NVFP4, **_group_of(num_bits=8, type="float", group_size=16)},
+        "weights: num_bits 8 is not supported, only 4",
+    ),
+    "nvfp4 strategy": (
+        {**_NVFP4, **_group_of(num_bits=4, type="float", strategy="channel")},
+        "strategy must be tensor_group or group",
+    ),
+    "nvfp4 zero points": (
+        {**_NVFP4, **_group_of(num_bits=4, type="float", group_size=16, symmetric=False)},
+        "symmetric False is not supported, only True",
+    ),
+    "nvfp4 scales": (
+        {**_NVFP4, **_group_of(num_bits=4, type="float", group_size=16, scale_dtype="torch.uint8")},
+        "scale_dtype 'uint8' is not supported, only 'float8_e4m3fn'",
     ),
     "w8a8 integers": (
         {**_PACK, "format": "int-quantized", **_group_of(num_bits=8, type="int")},
@@ -672,6 +798,8 @@ def test_what_the_log_says() -> None:
     assert said["gptq-reordered"] == "int4 in groups of 64 (reordered) (gptq)"
     assert said["awq-channel"] == "int4 per channel (zero points) (awq)"
     assert said["modelopt-fp8"] == "fp8 per tensor (modelopt)"
+    assert said["ct-nvfp4"] == "fp4 in groups of 16 (compressed-tensors)"
+    assert said["modelopt-mixed-mamba"] == "fp8 per tensor, fp4 in groups of 16 (modelopt)"
     assert said["mxfp4-stacked-moe"] == "fp4 in groups of 32 (mxfp4)"
 
 

@@ -1,0 +1,256 @@
+"""How published checkpoints in NVFP4 say which of their modules are stored so.
+
+Their files are shortened to a few layers; no key is added.
+"""
+
+from __future__ import annotations
+
+import re
+from types import MappingProxyType
+from typing import Any, Final
+
+import pytest
+
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.models.config_json import ConfigReader
+from minisgl_backend.models.quantization import read_quantization
+from minisgl_backend.weight_format import Encoding, Layout, Rule, WeightFormat, WeightFormats
+
+_NVFP4: Final = WeightFormat(layout=Layout.NV_MODELOPT, encoding=Encoding.E2M1, block=(1, 16))
+_NVFP4_PACKED: Final = WeightFormat(layout=Layout.NV_PACKED, encoding=Encoding.E2M1, block=(1, 16))
+_FP8: Final = WeightFormat(
+    layout=Layout.FP8, encoding=Encoding.E4M3, block=(None, None), static_inputs=True
+)
+_LLM_COMPRESSOR: Final = MappingProxyType(
+    {
+        "actorder": None,
+        "block_structure": None,
+        "group_size": 16,
+        "num_bits": 4,
+        "observer_kwargs": {},
+        "strategy": "tensor_group",
+        "symmetric": True,
+        "type": "float",
+    }
+)
+_MODELOPT_GROUP: Final = MappingProxyType(
+    {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
+)
+_W4A16: Final = MappingProxyType({"quant_algo": "W4A16_NVFP4", "group_size": 16})
+
+
+def _read(
+    quantization: dict[str, Any] | None, modelopt: dict[str, Any] | None = None
+) -> WeightFormats:
+    config = {} if quantization is None else {"quantization_config": quantization}
+    found = read_quantization(ConfigReader(config), modelopt)
+    assert found is not None
+    return found
+
+
+def test_modelopt_in_a_file_of_its_own() -> None:
+    """nvidia/Qwen3-30B-A3B-NVFP4"""
+    formats = _read(
+        None,
+        {
+            "producer": {"name": "modelopt", "version": "0.33.0"},
+            "quantization": {
+                "quant_algo": "NVFP4",
+                "kv_cache_quant_algo": "FP8",
+                "group_size": 16,
+                "exclude_modules": [*(f"model.layers.{at}.mlp.gate" for at in range(2)), "lm_head"],
+            },
+        },
+    )
+    for name in ("mlp.experts.7.gate_proj", "mlp.experts.127.down_proj", "self_attn.q_proj"):
+        assert formats.of(f"model.layers.1.{name}") == _NVFP4
+    for name in ("model.layers.1.mlp.gate", "lm_head", "model.embed_tokens"):
+        assert formats.of(name) is None
+    assert str(formats) == "fp4 in groups of 16 (modelopt)"
+
+
+def test_modelopt_in_config_json() -> None:
+    """nvidia/Qwen3-32B-NVFP4"""
+    formats = _read(
+        {
+            "config_groups": {
+                "group_0": {
+                    "input_activations": dict(_MODELOPT_GROUP),
+                    "weights": dict(_MODELOPT_GROUP),
+                    "targets": ["Linear"],
+                }
+            },
+            "ignore": ["lm_head"],
+            "quant_algo": "NVFP4",
+            "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
+            "producer": {"name": "modelopt", "version": "0.35.0"},
+            "quant_method": "modelopt",
+        }
+    )
+    assert formats.of("model.layers.63.mlp.down_proj") == _NVFP4
+    assert formats.of("lm_head") is None
+
+
+@pytest.mark.parametrize("method", ["modelopt", "modelopt_fp4", "modelopt_mixed"])
+def test_modelopt_has_several_names(method: str) -> None:
+    formats = _read({"quant_method": method, "quant_algo": "NVFP4"})
+    assert formats.of("model.layers.0.mlp.down_proj") == _NVFP4
+
+
+def test_all_but_attention_and_dense_layers_is_in_nvfp4() -> None:
+    """nvidia/DeepSeek-V3-0324-NVFP4 also excludes norms, and the layer that predicts more."""
+    excluded = ["model.layers.3.mlp.gate", "model.layers.3.input_layernorm", "model.norm"]
+    excluded += ["model.layers.3.self_attn*", "model.layers.61*", "lm_head", "model.embed_tokens"]
+    formats = _read(
+        None,
+        {
+            "quantization": {
+                "quant_algo": "NVFP4",
+                "kv_cache_quant_algo": None,
+                "group_size": 16,
+                "exclude_modules": excluded,
+            }
+        },
+    )
+    for name in ("mlp.experts.255.up_proj", "mlp.shared_experts.down_proj"):
+        assert formats.of(f"model.layers.3.{name}") == _NVFP4
+        assert formats.of(f"model.layers.61.{name}") is None
+    assert formats.of("model.layers.3.self_attn.kv_b_proj") is None
+    assert formats.of("model.layers.3.mlp.gate") is None
+
+
+def test_layers_may_be_listed_with_their_formats() -> None:
+    """nvidia/Qwen3.6-35B-A3B-NVFP4, which lists all experts of a layer as one module."""
+    formats = _read(
+        None,
+        {
+            "producer": {"name": "modelopt", "version": "0.44.0"},
+            "quantization": {
+                "quant_algo": "MIXED_PRECISION",
+                "kv_cache_quant_algo": "FP8",
+                "exclude_modules": ["mtp*", "mtp.layers.0*"],
+                "quantized_layers": {
+                    "model.language_model.layers.0.mlp.experts": dict(_W4A16),
+                    "model.language_model.layers.0.mlp.shared_expert.gate_proj": dict(_W4A16),
+                    "model.language_model.layers.3.self_attn.q_proj": {"quant_algo": "FP8"},
+                    "model.language_model.layers.0.linear_attn.out_proj": {"quant_algo": "FP8"},
+                    "lm_head": dict(_W4A16),
+                },
+            },
+        },
+    )
+
+    def of(name: str) -> WeightFormat | None:
+        """By the decoder's name and the checkpoint's."""
+        return formats.of(f"model.{name}", f"model.language_model.{name}")
+
+    assert of("layers.0.mlp.experts.200.up_proj") == _NVFP4
+    assert of("layers.0.mlp.shared_expert.gate_proj") == _NVFP4
+    assert formats.of("lm_head") == _NVFP4
+    assert of("layers.3.self_attn.q_proj") == of("layers.0.linear_attn.out_proj") == _FP8
+    for name in ("1.mlp.experts.0.up_proj", "0.mlp.gate", "0.mlp.shared_expert.up_proj"):
+        assert of(f"layers.{name}") is None
+    assert formats.of("model.layers.40.mlp.experts.0.up_proj", "mtp.layers.0.mlp.experts.0") is None
+    assert str(formats) == "fp4 in groups of 16, fp8 per tensor (modelopt)"
+
+
+def test_each_expert_may_be_listed() -> None:
+    """nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-NVFP4"""
+    experts = [f"backbone.layers.1.mixer.experts.{expert}.up_proj" for expert in range(128)]
+    layers = {
+        "backbone.layers.0.mixer.in_proj": {"quant_algo": "FP8"},
+        **{name: {"quant_algo": "NVFP4", "group_size": 16} for name in experts},
+    }
+    formats = _read(
+        {
+            "quant_method": "modelopt",
+            "quant_algo": "MIXED_PRECISION",
+            "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
+            "quantized_layers": layers,
+        }
+    )
+    assert all(formats.of("model.unlike", name) == _NVFP4 for name in experts)
+    assert formats.of("model.unlike", "backbone.layers.0.mixer.in_proj") == _FP8
+    assert formats.of("model.unlike", "backbone.layers.1.mixer.experts.1.down_proj") is None
+    assert len(formats.rules) == 3
+
+
+@pytest.mark.parametrize("inputs", [None, {**_LLM_COMPRESSOR, "dynamic": "local"}])
+def test_llm_compressor(inputs: dict[str, Any] | None) -> None:
+    """RedHatAI/Qwen3-32B-NVFP4 and, without activations, -NVFP4A16"""
+    formats = _read(
+        {
+            "config_groups": {
+                "group_0": {
+                    "input_activations": inputs,
+                    "output_activations": None,
+                    "targets": ["Linear"],
+                    "weights": {**_LLM_COMPRESSOR, "dynamic": False, "observer": "minmax"},
+                }
+            },
+            "format": "nvfp4-pack-quantized",
+            "global_compression_ratio": None,
+            "ignore": ["lm_head"],
+            "kv_cache_scheme": None,
+            "quant_method": "compressed-tensors",
+            "quantization_status": "compressed",
+        }
+    )
+    assert formats.of("model.layers.0.self_attn.q_proj") == _NVFP4_PACKED
+    assert formats.of("lm_head") is None
+
+
+def test_modelopt_may_leave_the_former_format_in_a_text_config() -> None:
+    """nvidia/Kimi-K2.5-NVFP4 was made from weights in int4, as its ``text_config`` still says."""
+    former = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32},
+            }
+        },
+    }
+    config = ConfigReader({"text_config": {"quantization_config": former}})
+    modelopt = {"quantization": {"quant_algo": "NVFP4", "exclude_modules": ["lm_head"]}}
+    formats = read_quantization(config, modelopt)
+    assert formats is not None
+    assert formats.of("model.layers.1.mlp.experts.0.up_proj") == _NVFP4
+    alone = read_quantization(config, None)
+    assert str(alone) == "int4 in groups of 32 (compressed-tensors)"
+
+
+def test_a_layer_with_another_group_size_is_refused() -> None:
+    layers = {"model.layers.0.mlp.up_proj": {"quant_algo": "NVFP4", "group_size": 32}}
+    message = (
+        "quantized_layers: model.layers.0.mlp.up_proj: group_size 32 is not supported, only 16"
+    )
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        _read(
+            {
+                "quant_method": "modelopt",
+                "quant_algo": "MIXED_PRECISION",
+                "quantized_layers": layers,
+            }
+        )
+
+
+@pytest.mark.parametrize(
+    ("name", "is_held"),
+    [
+        ("model.layers.1.mlp.experts", True),
+        ("model.layers.1.mlp.experts.3.up_proj", True),
+        ("model.language_model.layers.1.mlp.experts.3.up_proj", False),
+        ("language_model.model.layers.1.mlp.experts.3.up_proj", True),
+        ("model.layers.11.mlp.experts.3.up_proj", False),
+        ("model.layers.1.mlp.experts_of_others", False),
+        ("model.layers.1.mlp", False),
+        ("lm_head", True),
+        ("language_model.lm_head", True),
+        ("model.lm_heads", False),
+    ],
+)
+def test_a_listed_module_holds_all_below_it(name: str, is_held: bool) -> None:
+    rule = Rule(frozenset({"model.layers.1.mlp.experts", "lm_head"}), _NVFP4)
+    assert rule.is_for(name) == is_held

@@ -467,6 +467,19 @@ def test_an_exponent_that_is_no_number_is_named(
         _build(tmp_path)
 
 
+def test_sizes_are_compared_with_those_of_codes_in_bytes(
+    checkpoints: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """A byte of ModelOpt's ``weight`` has two inputs."""
+    tensors = _spoilt(checkpoints, "modelopt-nvfp4-tied", tmp_path)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    tensors[name] = tensors[name][:, :90].contiguous()
+    save_file(tensors, tmp_path / "model.safetensors")
+    options = EngineOptions(model=str(tmp_path))
+    with pytest.raises(ConfigError, match=r"hidden_size is 192, but .*q_proj.* \(128, 90\)"):
+        checked_spec(options, tmp_path, "cpu")
+
+
 def test_codes_are_never_read_as_plain_numbers(
     checkpoints: Callable[[str], Path], tmp_path: Path
 ) -> None:

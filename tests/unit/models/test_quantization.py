@@ -6,6 +6,7 @@ Their files are shortened to a few layers; no key is added.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -21,7 +22,7 @@ _NVFP4_PACKED: Final = WeightFormat(layout=Layout.NV_PACKED, encoding=Encoding.E
 _FP8: Final = WeightFormat(
     layout=Layout.FP8, encoding=Encoding.E4M3, block=(None, None), static_inputs=True
 )
-_LLM_COMPRESSOR: Final = MappingProxyType(
+_LLM_COMPRESSOR: Final[Mapping[str, Any]] = MappingProxyType(
     {
         "actorder": None,
         "block_structure": None,

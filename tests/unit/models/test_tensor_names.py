@@ -165,13 +165,24 @@ def test_scales_of_merged_tensors_are_taken_apart() -> None:
             "weight_scale_inv": (4, 3),  # one per 128 rows
             "weight_scale": (),  # one for all
             "input_scale": (1,),
+            "weight_scale_2": (),
+            "weight_global_scale": (1,),
+            "input_global_scale": (1,),
         }.items()
     }
     blocks = weights["weight_scale_inv"]["layer.k_proj.weight_scale_inv"]
     assert (blocks.shape, blocks.region) == ((1, 3), (slice(2, 3),))
-    for kind in ("weight_scale", "input_scale"):
+    for kind in weights.keys() - {"weight_scale_inv"}:
         assert {part.region for part in weights[kind].values()} == {()}
         assert list(weights[kind]) == [f"layer.{part}_proj.{kind}" for part in "qkv"]
+
+
+def test_factors_divide_scales_by_which_is_divided() -> None:
+    names = TensorNames(scaled={".o_proj": 4.0})
+    factors = {"weight_scale_2": 4.0, "weight_global_scale": 0.25, "input_global_scale": 1.0}
+    for kind, factor in factors.items():
+        (found,) = names.weights(f"layer.o_proj.{kind}", ())
+        assert found[1].scale == factor
 
 
 def test_codes_of_merged_tensors_are_taken_apart() -> None:

@@ -33,6 +33,8 @@ class Layout(Enum):
     """Which tensors hold one weight, and how they are packed (``layers.weight_layouts``)."""
 
     FP8 = "weight and weight_scale or weight_scale_inv"
+    MXFP8 = "weight and weight_scale, exponents"
+    INT8 = "weight, signed, and weight_scale"
     CONVERTED = "weight, in 16 or 32 bits, quantized while it is loaded"
     GPTQ = "qweight, qzeros less 1, scales and g_idx"
     GPTQ_V2 = "qweight, qzeros, scales and g_idx"
@@ -45,7 +47,9 @@ class Layout(Enum):
 
 
 GROUP_OF_NVFP4: Final = 16
-"""Inputs that share a scale in NVFP4. In MXFP4 32 do, and scales are exponents."""
+"""Inputs that share a scale in NVFP4."""
+GROUP_OF_MX: Final = 32
+"""Inputs that share one in MXFP4 and MXFP8, where scales are exponents."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

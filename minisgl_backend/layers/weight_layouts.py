@@ -37,21 +37,20 @@ class Reader(Protocol):
 
 
 class _Fp8:
-    """``weight`` in 8-bit floats, and its scales: a single one, one per row, or one per block.
+    """``weight`` in 8-bit floats, and its scales: a single one, one per row, or one per block. In
+    MXFP8 these are exponents, uint8 or of the type for them; in memory they are numbers, too.
 
     In spite of its name, ``weight_scale_inv`` is what the weight is multiplied by.
     """
 
+    def __init__(self, scale_types: tuple[str, ...]):
+        self._scale_types = scale_types
+
     def tensors(self, share: WeightShare) -> Mapping[str, StoredTensor]:
         return {
-            "codes": StoredTensor(
-                names=("weight",),
-                shapes=((share.outs.total, share.ins.total),),
-                dtypes=("F8_E4M3",),
-                region=(held(share.outs), held(share.ins)),
-            ),
+            "codes": _whole_bytes("F8_E4M3", share),
             "scales": _block_scales(
-                share, ("weight_scale_inv", "weight_scale"), (*FLOATS, "F8_E8M0"), signed=False
+                share, ("weight_scale_inv", "weight_scale"), self._scale_types, signed=False
             ),
             "input_scale": replace(
                 _scale_of_all("input_scale", "activation_scale"),
@@ -60,8 +59,32 @@ class _Fp8:
         }
 
     def read(self, share: WeightShare, found: Mapping[str, ReadTensor]) -> QuantizedWeight:
-        scales = found["scales"].values.float().reshape(share.lines.size, share.width.size)
+        scales = found["scales"].values
+        if scales.dtype == torch.uint8:
+            scales = scales.view(torch.float8_e8m0fnu)
+        scales = scales.float().reshape(share.lines.size, share.width.size)
         return share.of(found["codes"].values, scales)
+
+
+class _Int8:
+    """compressed-tensors: ``weight`` int8, ``weight_scale`` a single one or one per row. There may
+    be a scale and a zero point of activations."""
+
+    def tensors(self, share: WeightShare) -> Mapping[str, StoredTensor]:
+        return {
+            "codes": _whole_bytes("I8", share),
+            "scales": _block_scales(share, ("weight_scale",), FLOATS),
+            "input_scale": replace(
+                _scale_of_all("input_scale"), optional=not share.form.static_inputs
+            ),
+            "input_zero": StoredTensor(
+                names=("input_zero_point",), shapes=((), (1,)), dtypes=("I8", "I32"), optional=True
+            ),
+        }
+
+    def read(self, share: WeightShare, found: Mapping[str, ReadTensor]) -> QuantizedWeight:
+        scales = found["scales"].values.reshape(share.lines.size, share.width.size)
+        return share.of(found["codes"].values.view(torch.uint8) ^ 128, scales)  # 128 more
 
 
 class _Converted:
@@ -248,7 +271,9 @@ class _Nvfp4:
 
 READERS: Final[Mapping[Layout, Reader]] = MappingProxyType(
     {
-        Layout.FP8: _Fp8(),
+        Layout.FP8: _Fp8((*FLOATS, "F8_E8M0")),
+        Layout.MXFP8: _Fp8(("U8", "F8_E8M0")),
+        Layout.INT8: _Int8(),
         Layout.CONVERTED: _Converted(),
         Layout.GPTQ: _Gptq(zero_offset=1),
         Layout.GPTQ_V2: _Gptq(zero_offset=0),
@@ -261,6 +286,16 @@ READERS: Final[Mapping[Layout, Reader]] = MappingProxyType(
         Layout.NV_MODELOPT: _Nvfp4("weight", "weight_scale_2", "input_scale", divides=False),
     }
 )
+
+
+def _whole_bytes(dtype: str, share: WeightShare) -> StoredTensor:
+    """Codes of 8 bits [out, in]."""
+    return StoredTensor(
+        names=("weight",),
+        shapes=((share.outs.total, share.ins.total),),
+        dtypes=(dtype,),
+        region=(held(share.outs), held(share.ins)),
+    )
 
 
 def _packed_halves(name: str, share: WeightShare) -> StoredTensor:
@@ -282,8 +317,9 @@ def _scale_of_all(*names: str) -> StoredTensor:
 def _block_scales(
     share: WeightShare, names: tuple[str, ...], dtypes: tuple[str, ...], *, signed: bool = True
 ) -> StoredTensor:
-    """Scales [lines, width]; scales of whole tensors and of rows may have fewer dimensions. If
-    ``signed``, they may be negative, as some tools write them for integers."""
+    """Scales [lines, width]; scales of whole tensors and of rows may have fewer dimensions, those
+    of blocks may be [lines, 1, width, 1], as ModelOpt writes them. If ``signed``, they may be
+    negative, as some tools write them for integers."""
     lines, width = share.lines, share.width
     shapes: tuple[tuple[int, ...], ...] = ((lines.total, width.total),)
     rows, columns = share.form.block
@@ -291,6 +327,8 @@ def _block_scales(
         shapes += ((), (1,))
     elif columns is None:
         shapes += ((lines.total,),)
+    elif rows > 1:
+        shapes += ((lines.total, 1, width.total, 1),)
     region = (held(lines), held(width))
     return StoredTensor(
         names=names, shapes=shapes, dtypes=dtypes, region=region, is_scale=True, signed=signed

@@ -72,9 +72,9 @@ class StoredTensor:
 
     ``names``: the last part of its name, which tools may spell in several ways. ``shapes`` and
     ``dtypes``: those that it may have, dtypes by safetensors' names. ``region``: what is read of a
-    tensor with the same number of dimensions; other tensors are read in full. ``is_scale``: its
-    numbers must be finite and not 0, and above 0 unless ``signed``; if it ``may_be_zero``, they
-    must be finite and have no sign. If ``optional``, checkpoints may lack it.
+    tensor with the same number of dimensions (``region_of``). ``is_scale``: its numbers must be
+    finite and not 0, and above 0 unless ``signed``; if it ``may_be_zero``, they must be finite and
+    have no sign. If ``optional``, checkpoints may lack it.
     """
 
     names: tuple[str, ...]
@@ -85,6 +85,13 @@ class StoredTensor:
     signed: bool = True
     may_be_zero: bool = False
     optional: bool = False
+
+    def region_of(self, shape: tuple[int, ...]) -> tuple[slice, ...]:
+        """What is read of a tensor of this shape. One with twice the dimensions has one of size 1
+        after each; one with fewer lacks the last."""
+        if len(shape) == 2 * len(self.region) and set(shape[1::2]) == {1}:
+            return tuple(part for held in self.region for part in (held, slice(None)))
+        return self.region[: len(shape)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

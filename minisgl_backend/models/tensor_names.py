@@ -30,7 +30,7 @@ _SCALABLE: Final = ("weight", "weight_scale", "weight_scale_inv", "weight_scale_
 _DIVISOR: Final = "weight_global_scale"
 """A tensor that such a factor divides, as it itself divides the weight."""
 _FOR_ALL_PARTS: Final = (
-    *("input_scale", "g_idx", "weight_g_idx"),
+    *("input_scale", "input_zero_point", "g_idx", "weight_g_idx"),
     *("weight_scale_2", "weight_global_scale", "input_global_scale"),
 )
 _NEEDLESS: Final = ("weight_shape",)

@@ -210,7 +210,7 @@ def _read_file(path: Path, uses: Mapping[str, _Use]) -> Iterator[tuple[str, Tens
     with open_tensors(path) as file:
         for name, use in uses.items():
             stored = use.stored
-            wanted = use.wanted.region[: len(stored.shape)]
+            wanted = use.wanted.region_of(stored.shape)
             parts = [
                 file.get_slice(stored.name)[region] if region else file.get_tensor(stored.name)
                 for region in stored.regions_within(wanted)

@@ -138,7 +138,7 @@ def _read(form: WeightFormat, tensors: dict[str, Tensor], outs: Share, ins: Shar
         assert name is not None or stored.optional
         if name is not None:
             assert tuple(tensors[name].shape) in stored.shapes
-            values = tensors[name][stored.region[: tensors[name].dim()]]
+            values = tensors[name][stored.region_of(tuple(tensors[name].shape))]
             found[part] = ReadTensor(f"x.{name}", values)
     place.fill(found)
     (weight,) = got

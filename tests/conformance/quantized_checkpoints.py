@@ -57,6 +57,36 @@ def fp8_channel(weight: Tensor) -> Packed:
     return {"weight": codes, "weight_scale": scale}, codes.float() * scale.float()
 
 
+def fp8_blocks_of_modelopt(weight: Tensor) -> Packed:
+    """With a dimension of 1 after each of the scales."""
+    tensors, numbers = fp8_blocks(weight, name="weight_scale")
+    return {**tensors, "weight_scale": tensors["weight_scale"][:, None, :, None]}, numbers
+
+
+def mxfp8(weight: Tensor, *, name: str = "weight_scale") -> Packed:
+    """With a group of zeros, whose exponent is the least."""
+    weight = weight.clone()
+    weight[0, :32] = 0
+    groups = weight.view(len(weight), -1, 32)  # [rows, groups, 32]
+    exponents = (groups.abs().amax(dim=-1).log2().floor() - 8).clamp_min(-127)  # [rows, groups]
+    scales = exponents.double().exp2().float()[..., None]
+    codes = (groups / scales).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+    numbers = (codes.float() * scales).flatten(1)
+    return {"weight": codes.flatten(1), name: (exponents + 127).to(torch.uint8)}, numbers
+
+
+def int8(weight: Tensor, *, per_tensor: bool = False, static: bool = False) -> Packed:
+    """Per channel unless ``per_tensor``; ``static``: with scale and zero point of activations."""
+    largest = weight.abs().max() if per_tensor else weight.abs().amax(dim=1, keepdim=True)
+    scale = (largest / 127.5).bfloat16()
+    codes = (weight / scale.float()).round().clamp(-128, 127)
+    tensors = {"weight": codes.to(torch.int8), "weight_scale": scale}
+    if static:
+        tensors["input_scale"] = torch.tensor([0.03])
+        tensors["input_zero_point"] = torch.tensor([-5], dtype=torch.int8)
+    return tensors, codes * scale.float()
+
+
 def words(codes: Tensor, bits: int, order: tuple[int, ...] | None = None) -> Tensor:
     """Pack codes along the last dimension, 32 / bits of them in an int32, the first in the lowest
     bits; missing ones are 0."""
@@ -216,6 +246,12 @@ def nvfp4(weight: Tensor, *, modelopt: bool = False, inputs: bool = True) -> Pac
     return {**tensors, **({"input_global_scale": torch.tensor([300.0])} if inputs else {})}, numbers
 
 
+def auto_round(weight: Tensor, **options: Any) -> Packed:
+    """As GPTQ, but without what AutoRound leaves out."""
+    tensors, numbers = gptq(weight, **options)
+    return {name: tensors[name] for name in ("qweight", "qzeros", "scales")}, numbers
+
+
 def nvfp4_modelopt(weight: Tensor) -> Packed:
     return nvfp4(weight, modelopt=True)
 
@@ -282,6 +318,20 @@ _AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True,
 _NVFP4 = _group("tensor_group", 4, group_size=16)
 _NVFP4_INPUTS = {**_NVFP4, "dynamic": "local"}
 _MODELOPT_GROUP = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
+_MXFP8 = _group("group", 8, group_size=32, scale_dtype="torch.uint8")
+_INT8 = _group("channel", 8, "int")
+_INT8_INPUTS = _group("token", 8, "int", dynamic=True)
+_AUTO_ROUND = {
+    "quant_method": "auto-round",
+    "packing_format": "auto_round:auto_gptq",
+    "bits": 4,
+    "group_size": 128,
+    "sym": True,
+    "data_type": "int",
+    "autoround_version": "0.12.3",
+}
+_OF_8_BITS = {"bits": 8, "group_size": 32}
+_LEFT_PLAIN = {"bits": 16, "data_type": "float"}
 _FP8_LAYER = {"quant_algo": "FP8"}
 _NVFP4_LAYER = {"quant_algo": "NVFP4", "group_size": 16}
 _FP8_IN_MAMBA = ("0.mixer.in", "0.mixer.out", "2.mixer.q", "2.mixer.k", "2.mixer.v")
@@ -624,6 +674,113 @@ CASES: Final[Mapping[str, Case]] = MappingProxyType(
             },
             model="quantized-gpt-oss",
             plain_in="self_attn",
+        ),
+        "ct-int8": Case(int8, _compressed("int-quantized", _INT8, _INT8_INPUTS)),
+        "ct-int8-moe": Case(
+            int8, _compressed("int-quantized", _INT8, _INT8_INPUTS), model="quantized-moe"
+        ),
+        "ct-int8-tensor-static-merged": Case(
+            lambda weight: int8(weight, per_tensor=True, static=True),
+            _compressed(
+                "int-quantized",
+                _group("tensor", 8, "int"),
+                {**_group("tensor", 8, "int", dynamic=False), "symmetric": False},
+            ),
+            model="quantized-phi",
+        ),
+        "ct-int8-multipliers": Case(
+            int8, _compressed("int-quantized", _INT8), model="quantized-falcon"
+        ),
+        "ct-mxfp8": Case(
+            mxfp8, _compressed("mxfp8-quantized", _MXFP8, {**_MXFP8, "dynamic": True})
+        ),
+        "modelopt-mxfp8-moe": Case(
+            mxfp8,
+            {
+                "quant_method": "modelopt",
+                "quantization": {
+                    "quant_algo": "MXFP8",
+                    "kv_cache_quant_algo": None,
+                    "exclude_modules": ["lm_head", "model.layers.*.mlp.gate"],
+                },
+            },
+            model="quantized-moe",
+        ),
+        "modelopt-fp8-blocks": Case(
+            fp8_blocks_of_modelopt,
+            None,
+            modelopt={"quantization": {"quant_algo": "fp8_pb_wo", "exclude_modules": ["lm_head"]}},
+        ),
+        "modelopt-mixed-in-8-bits-moe": Case(
+            mxfp8,
+            {
+                "quant_method": "modelopt",
+                "quant_algo": "MIXED_PRECISION",
+                "ignore": ["lm_head"],
+                "quantized_layers": {
+                    **{
+                        f"model.layers.{layer}.self_attn.{part}_proj": {"quant_algo": "FP8_PB_WO"}
+                        for layer in range(2)
+                        for part in "qkvo"
+                    },
+                    **{
+                        f"model.layers.{mlp}": {"quant_algo": "MXFP8", "group_size": 32}
+                        for mlp in ("0.mlp", "1.mlp.experts")
+                    },
+                },
+            },
+            model="quantized-moe",
+            others=("self_attn", fp8_blocks_of_modelopt),
+        ),
+        "auto-round-by-name": Case(
+            lambda weight: (
+                auto_round(weight, bits=8, group=32) if _is_narrow(weight) else auto_round(weight)
+            ),
+            {
+                **_AUTO_ROUND,
+                "extra_config": {
+                    "model.layers.0.mlp.down_proj": _OF_8_BITS,
+                    "model.layers.1.mlp.down_proj": _OF_8_BITS,
+                    r".*self_attn\.[kv]_proj": _OF_8_BITS,
+                    r"(up|down|[kv])_proj$": _LEFT_PLAIN,  # the first that matches counts
+                    r"mlp\.up": {"bits": 4, "sym": True},
+                },
+            },
+            plain_in="up_proj",
+        ),
+        "auto-round-asymmetric-moe": Case(
+            lambda weight: auto_round(weight, group=32, symmetric=False),
+            {
+                **_AUTO_ROUND,
+                "quant_method": "intel/auto-round",
+                "group_size": 32,
+                "sym": False,
+                "block_name_to_quantize": "model.layers",
+                "extra_config": {
+                    "model.layers.0.mlp.gate": _LEFT_PLAIN,
+                    "model.layers.1.mlp.gate": _LEFT_PLAIN,
+                },
+            },
+            model="quantized-moe",
+        ),
+        "auto-round-head": Case(
+            auto_round,
+            {
+                **_AUTO_ROUND,
+                "packing_format": None,
+                "backend": "auto_round:gptq:exllamav2",
+                "extra_config": {"lm_head": {"bits": 4, "data_type": "int"}},
+            },
+            has_head=True,
+        ),
+        "auto-round-awq": Case(
+            lambda weight: awq(weight, group=64),
+            {
+                **_AUTO_ROUND,
+                "packing_format": "auto_round:auto_awq",
+                "group_size": 64,
+                "modules_to_not_convert": ["lm_head"],
+            },
         ),
     }
 )

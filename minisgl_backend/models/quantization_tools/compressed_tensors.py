@@ -25,7 +25,7 @@ from minisgl_backend.weight_format import (
 
 
 def read_compressed_tensors(config: ConfigReader) -> list[Rule]:
-    """Of several targets that match, a name counts before an expression, and that before a class."""
+    """Of several targets that match, names count before expressions, and these before classes."""
     check_kv(config)
     if config.table("transform_config"):
         raise ConfigError(f"{config.where}: transform_config (rotated weights) is not supported")
@@ -78,7 +78,7 @@ def _scheme(group: ConfigReader, layout: str) -> WeightFormat | None:
 
 
 def _check_exponents(weights: ConfigReader, bits: int, wanted: int) -> None:
-    """Raise ``ConfigError`` unless weights have these ``bits``, and an exponent for a group (MX)."""
+    """Raise ``ConfigError`` unless weights have so many bits and groups with exponents (MX)."""
     only(weights, "num_bits", bits, wanted)
     only(weights, "group_size", weights.integer("group_size", GROUP_OF_MX), GROUP_OF_MX)
 

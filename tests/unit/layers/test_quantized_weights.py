@@ -52,12 +52,16 @@ from tests.conformance.checkpoints import write_checkpoint
 from tests.conformance.quantized_checkpoints import (
     CASES,
     Pack,
+    auto_round,
     awq,
     fp8_blocks,
+    fp8_blocks_of_modelopt,
     fp8_channel,
     fp8_tensor,
     gptq,
+    int8,
     mx_packed,
+    mxfp8,
     nvfp4,
     nvfp4_modelopt,
     packed,
@@ -115,6 +119,24 @@ LAYOUTS: Final[dict[str, tuple[WeightFormat, Pack]]] = {
     ),
     "mxfp4": (_form(Layout.MX_PACKED, Encoding.E2M1, (1, 32)), mx_packed),
     "nvfp4": (_form(Layout.NV_PACKED, Encoding.E2M1, (1, 16)), nvfp4),
+    "fp8 blocks of modelopt": (
+        _form(Layout.FP8, Encoding.E4M3, (128, 128)),
+        fp8_blocks_of_modelopt,
+    ),
+    "mxfp8": (_form(Layout.MXFP8, Encoding.E4M3, (1, 32)), mxfp8),
+    "mxfp8 of others": (
+        _form(Layout.MXFP8, Encoding.E4M3, (1, 32)),
+        lambda weight: mxfp8(weight, name="weight_scale_inv"),
+    ),
+    "int8": (_form(Layout.INT8, Encoding.INT8, (1, None)), int8),
+    "int8 tensor": (
+        _form(Layout.INT8, Encoding.INT8, (None, None), static_inputs=True),
+        lambda weight: int8(weight, per_tensor=True, static=True),
+    ),
+    "auto-round": (
+        _form(Layout.GPTQ, Encoding.INT4, (1, 64), symmetric=False),
+        lambda weight: auto_round(weight, group=64, symmetric=False),
+    ),
     "nvfp4 of modelopt": (_form(Layout.NV_MODELOPT, Encoding.E2M1, (1, 16)), nvfp4_modelopt),
 }
 
@@ -435,6 +457,37 @@ SPOILT: Final[dict[str, tuple[str, Spoil, str]]] = {
         r"no place for .*q_proj\.pre_quant_scale of the checkpoint",
     ),
     "no order": ("ct-w4a16-actorder", _drop("weight_g_idx"), r"lacks .*q_proj\.weight_g_idx"),
+    "int8 scale 0": (
+        "ct-int8",
+        _set("weight_scale", 0, (7, 0)),
+        r"q_proj\.weight_scale must be finite and not 0, it is 0.0 at \[7, 0\]",
+    ),
+    "int8 codes without a sign": (
+        "ct-int8",
+        _replace("weight", lambda codes: codes.view(torch.uint8)),
+        r"q_proj\.weight has the type U8, the model needs I8",
+    ),
+    "int8 zero points": (
+        "ct-int8",
+        lambda tensors: tensors.update({f"{Q_PROJ}.weight_zero_point": torch.ones(128, 1)}),
+        r"no place for .*q_proj\.weight_zero_point of the checkpoint",
+    ),
+    "mxfp8 exponent that is no number": (
+        "ct-mxfp8",
+        _set("weight_scale", 255, (3, 2)),
+        r"q_proj\.weight_scale must be finite and above 0, it is 255.0 at \[3, 2\]",
+    ),
+    "mxfp8 scales of another type": (
+        "ct-mxfp8",
+        _replace("weight_scale", lambda scale: scale.float()),
+        r"q_proj\.weight_scale has the type F32, the model needs U8 or F8_E8M0",
+    ),
+    "blocks of modelopt of another size": (
+        "modelopt-fp8-blocks",
+        _replace("weight_scale", lambda scale: scale[:, :, :1]),
+        r"weight_scale has the shape \(1, 1, 1, 1\), .* needs \(1, 2\) or \(1, 1, 2, 1\)",
+    ),
+    "no zeros of auto-round": ("auto-round-awq", _drop("qzeros"), r"lacks .*q_proj\.qzeros"),
 }
 
 
@@ -540,7 +593,7 @@ def test_weights_of_sizes_that_kernels_do_not_take_are_dequantized(
     "case",
     [
         *("fp8-blocks", "awq-64-moe", "gptq-reordered", "mxfp4-stacked-moe"),
-        *("ct-nvfp4", "ct-nvfp4-moe", "modelopt-nvfp4-tied"),
+        *("ct-nvfp4", "ct-nvfp4-moe", "modelopt-nvfp4-tied", "ct-int8", "modelopt-mxfp8-moe"),
     ],
 )
 def test_dummy_weights_of_ranks_are_slices_of_one_model(
@@ -575,7 +628,10 @@ QWEN: Final = {
     "num_key_value_heads": 4,
 }
 _PACK: Final = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
-_NVFP4: Final = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}
+_NVFP4: Final = {**_PACK, "format": "nvfp4-pack-quantized"}
+_MXFP8: Final = {**_PACK, "format": "mxfp8-quantized"}
+_INTEGERS: Final = {**_PACK, "format": "int-quantized"}
+_AUTO_ROUND: Final = {"quant_method": "auto_round", "bits": 4, "group_size": 128, "sym": True}
 
 
 def _group_of(**weights: Any) -> dict[str, Any]:
@@ -642,9 +698,19 @@ REFUSED: Final[dict[str, tuple[dict[str, Any], str]]] = {
         f"modelopt {algorithm}": (
             {"quant_method": "modelopt", "quant_algo": algorithm},
             f"quant_algo {algorithm} is not supported; supported are FP8, FP8_PER_CHANNEL_PER_TOKEN"
-            ", NVFP4, W4A16_NVFP4, and MIXED_PRECISION of these",
+            ", FP8_PB_WO, MXFP8, NVFP4, W4A16_NVFP4, and MIXED_PRECISION of these",
         )
-        for algorithm in ("NVFP4_AWQ", "NVFP4_SVD", "W4A8_NVFP4_FP8", "MXFP8", "FP8_PB_WO")
+        for algorithm in (
+            *("NVFP4_AWQ", "NVFP4_SVD", "W4A8_NVFP4_FP8", "W4A8_MXFP4_FP8"),
+            *("W4A16_AWQ", "W4A8_AWQ", "W8A16", "W8A8_SQ_PER_CHANNEL"),
+        )
+    },
+    **{
+        f"modelopt {algorithm} groups": (
+            {"quant_method": "modelopt", "quant_algo": algorithm, "group_size": 16},
+            f"group_size 16 is not supported, only {wanted}",
+        )
+        for algorithm, wanted in (("fp8_pb_wo", 128), ("MXFP8", 32))
     },
     "modelopt groups": (
         {"quant_method": "modelopt_fp4", "quant_algo": "NVFP4", "group_size": 32},
@@ -664,10 +730,10 @@ REFUSED: Final[dict[str, tuple[dict[str, Any], str]]] = {
             "quant_algo": "MIXED_PRECISION",
             "quantized_layers": {
                 "model.layers.0.mlp.up_proj": {"quant_algo": "NVFP4", "group_size": 16},
-                "model.layers.0.mlp.down_proj": {"quant_algo": "MXFP8", "group_size": 32},
+                "model.layers.0.mlp.down_proj": {"quant_algo": "W4A8_AWQ", "group_size": 128},
             },
         },
-        r"quantized_layers: model\.layers\.0\.mlp\.down_proj: quant_algo MXFP8 is not supported",
+        r"quantized_layers: model\.layers\.0\.mlp\.down_proj: quant_algo W4A8_AWQ is not supported",
     ),
     "nvfp4 groups": (
         {**_NVFP4, **_group_of(num_bits=4, type="float", group_size=32)},
@@ -693,9 +759,77 @@ REFUSED: Final[dict[str, tuple[dict[str, Any], str]]] = {
         {**_NVFP4, **_group_of(num_bits=4, type="float", group_size=16, scale_dtype="torch.uint8")},
         "scale_dtype 'uint8' is not supported, only 'float8_e4m3fn'",
     ),
-    "w8a8 integers": (
-        {**_PACK, "format": "int-quantized", **_group_of(num_bits=8, type="int")},
-        r"int-quantized weights of 8 bits \(int\) are not supported",
+    "w8a8 of 4 bits": (
+        {**_INTEGERS, **_group_of(num_bits=4, type="int")},
+        r"int-quantized weights of 4 bits \(int\) are not supported",
+    ),
+    "w8a8 floats": (
+        {**_INTEGERS, **_group_of(num_bits=8, type="float")},
+        r"int-quantized weights of 8 bits \(float\) are not supported",
+    ),
+    "w8a8 zero points": (
+        {**_INTEGERS, **_group_of(num_bits=8, type="int", symmetric=False)},
+        "weights: symmetric False is not supported, only True",
+    ),
+    "w8a8 groups": (
+        {**_INTEGERS, **_group_of(num_bits=8, type="int", group_size=128)},
+        "weights: strategy must be tensor or channel, got 'group'",
+    ),
+    "mxfp8 groups": (
+        {**_MXFP8, **_group_of(num_bits=8, type="float", group_size=16)},
+        "weights: group_size 16 is not supported, only 32",
+    ),
+    "mxfp8 integers": (
+        {**_MXFP8, **_group_of(num_bits=8, type="int", group_size=32)},
+        "weights: type 'int' is not supported, only 'float'",
+    ),
+    "mxfp8 bits": (
+        {**_MXFP8, **_group_of(num_bits=4, type="float", group_size=32)},
+        "weights: num_bits 4 is not supported, only 8",
+    ),
+    **{
+        f"auto-round {packing}": (
+            {**_AUTO_ROUND, "packing_format": packing},
+            f"packing_format '{packing}' is not supported, only 'auto_round:auto_gptq' and "
+            "'auto_round:auto_awq'",
+        )
+        for packing in (
+            *("auto_round", "auto_round:exllamav2", "auto_round:gptqmodel", "auto_round:fp8"),
+            *("auto_round:llm_compressor", "mlx"),
+        )
+    },
+    "auto-round kernel of old files": (
+        {**_AUTO_ROUND, "backend": "auto_round:triton"},
+        "packing_format 'auto_round:triton' is not supported",
+    ),
+    "auto-round bits": ({**_AUTO_ROUND, "bits": 2}, "bits 2 is not supported, only 4 and 8"),
+    "auto-round bits of AWQ": (
+        {**_AUTO_ROUND, "bits": 8, "packing_format": "auto_round:auto_awq"},
+        "bits 8 is not supported, only 4",
+    ),
+    "auto-round bits of a module": (
+        {**_AUTO_ROUND, "extra_config": {"model.layers.0.mlp.up_proj": {"bits": 3}}},
+        r"extra_config: model\.layers\.0\.mlp\.up_proj: bits 3 is not supported, only 4 and 8",
+    ),
+    "auto-round floats": (
+        {**_AUTO_ROUND, "data_type": "mx_fp"},
+        "data_type 'mx_fp' is not supported, only 'int'",
+    ),
+    "auto-round activations": (
+        {**_AUTO_ROUND, "act_bits": 8},
+        "act_bits 8 is not supported, only 16",
+    ),
+    "auto-round rotated": (
+        {**_AUTO_ROUND, "spinquant_config": {"r1": True}},
+        "spinquant_config .* is not supported",
+    ),
+    "auto-round expression": (
+        {**_AUTO_ROUND, "extra_config": {"(": {"bits": 16}}},
+        "extra_config: .* is no regular expression",
+    ),
+    "auto-round blocks": (
+        {**_AUTO_ROUND, "block_name_to_quantize": [["model.layers"], 1]},
+        "block_name_to_quantize must be a list of names",
     ),
     "packed of 3 bits": ({**_PACK, **_group_of(num_bits=3, type="int")}, "of 3 bits"),
     "packed order": (
@@ -814,6 +948,9 @@ def test_what_the_log_says() -> None:
     assert said["ct-nvfp4"] == "fp4 in groups of 16 (compressed-tensors)"
     assert said["modelopt-mixed-mamba"] == "fp8 per tensor, fp4 in groups of 16 (modelopt)"
     assert said["mxfp4-stacked-moe"] == "fp4 in groups of 32 (mxfp4)"
+    assert said["ct-int8"] == "int8 per channel (compressed-tensors)"
+    assert said["ct-mxfp8"] == "fp8 in groups of 32 (compressed-tensors)"
+    assert said["auto-round-by-name"] == "int8 in groups of 32, int4 in groups of 128 (auto-round)"
 
 
 def test_the_log_says_what_is_computed(

@@ -1,4 +1,4 @@
-"""How published checkpoints in NVFP4 say which of their modules are stored so.
+"""How published checkpoints say which of their modules are stored in which format.
 
 Their files are shortened to a few layers; no key is added.
 """
@@ -38,6 +38,23 @@ _MODELOPT_GROUP: Final = MappingProxyType(
     {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
 )
 _W4A16: Final = MappingProxyType({"quant_algo": "W4A16_NVFP4", "group_size": 16})
+_FP8_IN_BLOCKS: Final = WeightFormat(layout=Layout.FP8, encoding=Encoding.E4M3, block=(128, 128))
+_MXFP8: Final = WeightFormat(layout=Layout.MXFP8, encoding=Encoding.E4M3, block=(1, 32))
+_INT8: Final = WeightFormat(layout=Layout.INT8, encoding=Encoding.INT8, block=(1, None))
+_INT4: Final = WeightFormat(layout=Layout.GPTQ, encoding=Encoding.INT4, block=(1, 128))
+_AUTO_ROUND: Final = MappingProxyType(
+    {
+        "autoround_version": "0.10.2",
+        "bits": 4,
+        "data_type": "int",
+        "group_size": 128,
+        "iters": 0,
+        "packing_format": "auto_round:auto_gptq",
+        "quant_method": "auto-round",
+        "sym": True,
+    }
+)
+_LEFT_PLAIN: Final = MappingProxyType({"bits": 16, "data_type": "fp"})
 
 
 def _read(
@@ -92,7 +109,7 @@ def test_modelopt_in_config_json() -> None:
     assert formats.of("lm_head") is None
 
 
-@pytest.mark.parametrize("method", ["modelopt", "modelopt_fp4", "modelopt_mixed"])
+@pytest.mark.parametrize("method", ["modelopt", "modelopt_fp4", "modelopt_mixed", "modelopt_mxfp8"])
 def test_modelopt_has_several_names(method: str) -> None:
     formats = _read({"quant_method": method, "quant_algo": "NVFP4"})
     assert formats.of("model.layers.0.mlp.down_proj") == _NVFP4
@@ -220,6 +237,214 @@ def test_modelopt_may_leave_the_former_format_in_a_text_config() -> None:
     assert formats.of("model.layers.1.mlp.experts.0.up_proj") == _NVFP4
     alone = read_quantization(config, None)
     assert str(alone) == "int4 in groups of 32 (compressed-tensors)"
+
+
+def test_blocks_may_be_beside_nvfp4() -> None:
+    """NVIDIA's Qwen3.8-Flash-Next has experts in NVFP4, but for those of the MTP layer."""
+    formats = _read(
+        {
+            "quant_method": "modelopt",
+            "quant_algo": "MIXED_PRECISION",
+            "ignore": ["lm_head"],
+            "quantized_layers": {
+                "model.language_model.layers.0.mlp.experts": {
+                    "quant_algo": "NVFP4",
+                    "group_size": 16,
+                },
+                "mtp.layers.0.mlp.experts": {"quant_algo": "FP8_PB_WO", "group_size": 128},
+            },
+        }
+    )
+    of_mtp = formats.of("model.layers.48.mlp.experts.3.up_proj", "mtp.layers.0.mlp.experts.3.up")
+    assert of_mtp == _FP8_IN_BLOCKS
+    assert formats.of("", "model.language_model.layers.0.mlp.experts.3.up_proj") == _NVFP4
+
+
+def test_mxfp8_of_modelopt() -> None:
+    """As its documents have the file and the same in config.json; tencent/Hy4-preview-FP8 has the
+    file's content in config.json."""
+    in_file = {"quant_algo": "MXFP8", "kv_cache_quant_algo": "FP8", "group_size": 32}
+    in_file = {**in_file, "exclude_modules": ["lm_head"]}
+    in_config = {
+        "ignore": ["lm_head"],
+        "quant_algo": "MXFP8",
+        "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
+        "producer": {"name": "modelopt", "version": "0.41.0"},
+        "quant_method": "modelopt",
+    }
+    for formats in (
+        _read(None, {"quantization": in_file}),
+        _read(in_config),
+        _read({"quant_method": "modelopt", "quantization": in_file}),
+    ):
+        assert formats.of("model.layers.0.mlp.up_proj") == _MXFP8
+        assert formats.of("lm_head") is None
+        assert str(formats) == "fp8 in groups of 32 (modelopt)"
+
+
+def test_llm_compressor_in_int8() -> None:
+    """As it writes W8A8, with its scales of tokens."""
+    inputs = {
+        "actorder": None,
+        "block_structure": None,
+        "dynamic": True,
+        "group_size": None,
+        "num_bits": 8,
+        "observer": None,
+        "observer_kwargs": {},
+        "strategy": "token",
+        "symmetric": True,
+        "type": "int",
+    }
+    weights = {**inputs, "dynamic": False, "observer": "mse", "strategy": "channel"}
+    group = {"input_activations": inputs, "output_activations": None, "targets": ["Linear"]}
+    formats = _read(
+        {
+            "config_groups": {"group_0": {**group, "weights": weights}},
+            "format": "int-quantized",
+            "global_compression_ratio": None,
+            "ignore": ["lm_head"],
+            "kv_cache_scheme": None,
+            "quant_method": "compressed-tensors",
+            "quantization_status": "compressed",
+        }
+    )
+    assert formats.of("model.layers.0.self_attn.q_proj") == _INT8
+    assert formats.of("lm_head") is None
+
+
+def test_mtp_layers_in_int8_have_names_of_their_own() -> None:
+    """A checkpoint of Qwen3.8-27B in INT8 leaves everything but attention and MLPs plain."""
+    formats = _read(
+        {
+            "quant_method": "compressed-tensors",
+            "format": "int-quantized",
+            "config_groups": {
+                "INT8": {
+                    "targets": ["Linear"],
+                    "weights": {"num_bits": 8, "type": "int", "strategy": "channel"},
+                }
+            },
+            "ignore": [
+                *("re:.*(vision|visual).*", "lm_head", "re:.*embed_tokens.*", "re:.*norm.*"),
+                *("re:.*conv1d.*", "re:.*linear_attn.*"),
+            ],
+        }
+    )
+    assert formats.of("model.layers.3.mlp.up_proj") == _INT8
+    assert formats.of("model.layers.64.eh_proj", "mtp.fc") == _INT8
+    assert formats.of("model.layers.0.linear_attn.in_proj_qkv") is None
+
+
+def test_llm_compressor_in_mxfp8_beside_mxfp4() -> None:
+    exponents = {"type": "float", "strategy": "group", "group_size": 32, "symmetric": True}
+    formats = _read(
+        {
+            "quant_method": "compressed-tensors",
+            "format": "mixed-precision",
+            "config_groups": {
+                "group_0": {
+                    "targets": [r"re:.*mlp\.experts\..*_proj$"],
+                    "format": "mxfp4-pack-quantized",
+                    "weights": {"num_bits": 4, **exponents},
+                },
+                "group_1": {
+                    "targets": [r"re:.*self_attn\..*_proj$"],
+                    "format": "mxfp8-quantized",
+                    "weights": {"num_bits": 8, "scale_dtype": "torch.uint8", **exponents},
+                },
+            },
+        }
+    )
+    experts = formats.of("model.layers.1.mlp.experts.0.up_proj")
+    assert experts is not None and experts.layout is Layout.MX_PACKED
+    assert formats.of("model.layers.1.self_attn.q_proj") == _MXFP8
+    assert formats.of("model.layers.1.mlp.gate") is None
+
+
+def test_auto_round_lists_blocks_and_what_is_left_plain() -> None:
+    """Lorbus/Qwen3.6-27B-int4-AutoRound"""
+    extra = {
+        f"model.language_model.layers.0.linear_attn.in_proj_{rate}": dict(_LEFT_PLAIN)
+        for rate in "ab"
+    }
+    formats = _read(
+        {
+            **_AUTO_ROUND,
+            "block_name_to_quantize": "model.language_model.layers",
+            "extra_config": extra,
+        }
+    )
+
+    def of(name: str) -> WeightFormat | None:
+        return formats.of(f"model.{name}", f"model.language_model.{name}")
+
+    assert of("layers.0.linear_attn.in_proj_qkv") == of("layers.3.mlp.up_proj") == _INT4
+    assert of("layers.0.linear_attn.in_proj_a") is None
+    assert formats.of("lm_head") is None
+    assert formats.of("model.layers.64.mlp.up_proj", "mtp.layers.0.mlp.up_proj") is None
+    assert str(formats) == "int4 in groups of 128 (auto-round)"
+
+
+@pytest.mark.parametrize("method", ["auto-round", "auto_round", "intel/auto-round"])
+def test_auto_round_quantizes_all_but_the_head_by_default(method: str) -> None:
+    formats = _read({**_AUTO_ROUND, "quant_method": method})
+    assert formats.of("model.layers.0.mlp.down_proj") == _INT4
+    assert formats.of("model.layers.64.mlp.up_proj", "mtp.layers.0.mlp.up_proj") == _INT4
+    assert formats.of("lm_head") is None
+
+
+@pytest.mark.parametrize(
+    "blocks",
+    [
+        {"to_quant_block_names": "model.layers,model.mtp"},
+        {"to_quant_block_names": [["model.layers.0", "model.layers.1"], ["model.mtp"]]},
+        {"block_name_to_quantize": ["model.layers"], "to_quant_block_names": None},
+    ],
+)
+def test_auto_round_lists_blocks_in_several_ways(blocks: dict[str, Any]) -> None:
+    formats = _read({**_AUTO_ROUND, **blocks})
+    assert formats.of("model.layers.1.mlp.down_proj") == _INT4
+    assert formats.of("audio.layers.1.mlp.down_proj") is None
+
+
+def test_names_count_before_expressions_in_auto_round() -> None:
+    """Of expressions the first counts; they are found anywhere in a name."""
+    formats = _read(
+        {
+            **_AUTO_ROUND,
+            "modules_to_not_convert": ["model.layers.2"],
+            "extra_config": {
+                r".*shared_expert.*": dict(_LEFT_PLAIN),
+                r"mlp\.(shared|up)": {"bits": 8},
+                "model.layers.1.mlp.up_proj": {"group_size": 32, "sym": False},
+                "lm_head": {"bits": 8, "group_size": -1},
+            },
+        }
+    )
+    assert formats.of("model.layers.1.mlp.shared_expert.up_proj") is None
+    assert formats.of("model.layers.2.mlp.up_proj") is None
+    up_proj, other = (formats.of(f"model.layers.{at}.mlp.up_proj") for at in range(2))
+    head = formats.of("lm_head")
+    assert up_proj is not None and (up_proj.encoding, up_proj.block) == (Encoding.INT8, (1, 128))
+    assert other is not None and (other.encoding, other.block) == (Encoding.INT4, (1, 32))
+    assert up_proj.symmetric and not other.symmetric
+    assert head is not None and (head.encoding, head.block) == (Encoding.INT8, (1, None))
+
+
+@pytest.mark.parametrize(
+    ("packing", "layout"),
+    [
+        ({}, Layout.GPTQ),
+        ({"backend": "auto"}, Layout.GPTQ),
+        ({"backend": "auto_round:gptq:exllamav2"}, Layout.GPTQ),
+        ({"packing_format": "auto_round:auto_awq", "backend": "auto"}, Layout.AWQ),
+    ],
+)
+def test_auto_round_packs_as_others_do(packing: dict[str, str], layout: Layout) -> None:
+    formats = _read({"quant_method": "auto-round", "bits": 4, "group_size": 128, **packing})
+    form = formats.of("model.layers.0.mlp.up_proj")
+    assert form is not None and form.layout is layout
 
 
 def test_a_layer_with_another_group_size_is_refused() -> None:

@@ -125,6 +125,7 @@ def test_logits_are_equal(case: str, size: int, tmp_path: Path) -> None:
         "mxfp4-stacked-moe",
         "ct-nvfp4-moe",
         "modelopt-mixed-mamba",
+        "modelopt-mixed-in-8-bits-moe",
         "gpt-oss",
         "mxfp4-gpt-oss",
         "llama4",

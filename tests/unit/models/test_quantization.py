@@ -284,7 +284,7 @@ def test_mxfp8_of_modelopt() -> None:
 
 def test_llm_compressor_in_int8() -> None:
     """As it writes W8A8, with its scales of tokens."""
-    inputs = {
+    inputs: dict[str, Any] = {
         "actorder": None,
         "block_structure": None,
         "dynamic": True,

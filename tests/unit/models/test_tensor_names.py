@@ -165,6 +165,7 @@ def test_scales_of_merged_tensors_are_taken_apart() -> None:
             "weight_scale_inv": (4, 3),  # one per 128 rows
             "weight_scale": (),  # one for all
             "input_scale": (1,),
+            "input_zero_point": (1,),
             "weight_scale_2": (),
             "weight_global_scale": (1,),
             "input_global_scale": (1,),
@@ -172,6 +173,9 @@ def test_scales_of_merged_tensors_are_taken_apart() -> None:
     }
     blocks = weights["weight_scale_inv"]["layer.k_proj.weight_scale_inv"]
     assert (blocks.shape, blocks.region) == ((1, 3), (slice(2, 3),))
+    of_modelopt = dict(names.weights("layer.qkv_proj.weight_scale", (4, 1, 3, 1)))
+    k_proj = of_modelopt["layer.k_proj.weight_scale"]
+    assert (k_proj.shape, k_proj.region) == ((1, 1, 3, 1), (slice(2, 3),))
     for kind in weights.keys() - {"weight_scale_inv"}:
         assert {part.region for part in weights[kind].values()} == {()}
         assert list(weights[kind]) == [f"layer.{part}_proj.{kind}" for part in "qkv"]

@@ -319,6 +319,9 @@ class StepPlan:
     order of ``sample_rows``. If there are any, the step waits for the masks of their samples before
     it samples (``Pending.mask``).
     ``draws``: in place of the admissions, on ranks other than 0.
+    ``assumes_right``: rows with guesses in the step before begin where they do if all of these are
+    right. Such a plan is not launched before the tokens of that step are known, and says where rows
+    begin (``scheduling.checks.moved_back``).
     """
 
     step: int
@@ -339,6 +342,7 @@ class StepPlan:
     mtp_rows: IntArray = field(default_factory=_none)
     masked_rows: IntArray = field(default_factory=_none)
     draws: Draws = field(default_factory=Draws)
+    assumes_right: bool = False
 
     @property
     def sample_rows(self) -> IntArray:
@@ -405,8 +409,8 @@ _arrays_of: Final[Callable[[StepPlan], tuple[IntArray, ...]]] = attrgetter(*_PAT
 
 
 def encode_plan(plan: StepPlan) -> IntArray:
-    """Encode a plan, with draws in place of admissions and without masked rows, into one flat
-    buffer, int32[num_words].
+    """Encode a plan that is to be launched, with draws in place of admissions and without masked
+    rows, into one flat buffer, int32[num_words].
 
         header    the step and the length of each array, as 64-bit numbers of two words each
         arrays    one after another, in the order of ``_PATHS``

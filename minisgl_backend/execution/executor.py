@@ -112,6 +112,8 @@ class ModelExecutor:
 
     def launch(self, plan: StepPlan) -> Pending:
         """Queue the step. Errors raise here, or in ``tokens`` of the result."""
+        if plan.assumes_right:
+            raise InvariantError("a step is launched before it is known where its rows go on")
         if self._unmasked is not None and self._unmasked.waits:
             raise InvariantError("a step is launched while the one before it waits for masks")
         self._unmasked = None

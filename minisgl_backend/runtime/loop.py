@@ -12,6 +12,12 @@ tokens before it are known, with masks of the allowed tokens:
     loop               launch k | follow k-1 | commit k-1, plan k+1 | mask k | launch k+1
     other threads                            | write masks of k     |
 
+A step after one that checks guesses of the MTP layer is planned as early, too, as if all of these
+were right. But it is launched only once they are known, since they say where rows go on:
+
+    device         | check k ................. | guess | check k+1 ............
+    loop               plan k+1 ..... read k, launch k+1 | commit k, plan k+2
+
 When a step raises an exception (it *breaks*), only the request at fault may fail. So the loop takes
 a fresh planner, and lets the open requests come back one at a time, with the tokens that they have
 (``returning``). If a step breaks again, the request that came back last fails, and with it the
@@ -54,6 +60,7 @@ from minisgl_backend.runtime.open_requests import OpenRequest, OpenRequests
 from minisgl_backend.runtime.ports import Executor, Scheduler
 from minisgl_backend.runtime.recorder import Recorder, StepKind
 from minisgl_backend.runtime.returning import Returning
+from minisgl_backend.scheduling.checks import moved_back
 from minisgl_backend.scheduling.report import StepResult
 
 logger = logging.getLogger(__name__)
@@ -91,7 +98,8 @@ Message: TypeAlias = OpenRequest | Fetched | Compiled | Abort | Stop | Fail
 @dataclass(slots=True)
 class _Flight:
     """A launched step that is not committed yet. If it ``needs_masks``, ``masks`` are those being
-    written for it, and ``is_masked`` says that they are written and on the device."""
+    written for it, and ``is_masked`` says that they are written and on the device. ``tokens`` are
+    what it has sampled, once they are read."""
 
     plan: StepPlan
     pending: Pending
@@ -99,6 +107,7 @@ class _Flight:
     needs_masks: bool
     masks: StepMasks | None = None
     is_masked: bool = False
+    tokens: SampledTokens | None = None
 
 
 @dataclass(slots=True)
@@ -324,6 +333,9 @@ class Loop:
     # --- steps -------------------------------------------------------------------------------
 
     def _launch(self, plan: StepPlan) -> None:
+        if plan.assumes_right:
+            before = self._flights[-1]
+            plan = moved_back(plan, before.plan, self._tokens(before))
         launched_s = time.monotonic()
         for admission in plan.admissions:
             self._open.admit(admission.request_id, admission.num_cached_tokens)
@@ -359,8 +371,7 @@ class Loop:
         self._mask_oldest()
         flight = self._flights[0]
         plan = flight.plan
-        with self._on_device():
-            tokens = flight.pending.tokens()
+        tokens = self._tokens(flight)
         self._flights.popleft()
         ended = self._follow_grammars(flight, tokens)
         result = self._scheduler.commit(plan, tokens)
@@ -377,6 +388,13 @@ class Loop:
         self._open.deliver(result, now)
         for request_id, event in result.ended.items():
             self._end(request_id, event)
+
+    def _tokens(self, flight: _Flight) -> SampledTokens:
+        """What a step has sampled, once the device has run it."""
+        if flight.tokens is None:
+            with self._on_device():
+                flight.tokens = flight.pending.tokens()
+        return flight.tokens
 
     def _follow_grammars(
         self, flight: _Flight, tokens: SampledTokens

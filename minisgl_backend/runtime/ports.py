@@ -29,7 +29,8 @@ class Scheduler(Protocol):
 
     def plan(self, lookahead: Lookahead | None = None) -> StepPlan | None:
         """The next step, or None if nothing can run before a step in flight is committed. May be
-        called before the last commit. Requests with a grammar get no guesses without
+        called before the last commit; then a plan may assume that guesses are right
+        (``StepPlan.assumes_right``). Requests with a grammar get no guesses without
         ``lookahead``."""
 
     def commit(self, plan: StepPlan, tokens: SampledTokens) -> StepResult:

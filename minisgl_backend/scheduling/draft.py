@@ -37,6 +37,7 @@ class Draft:
         self.decodes = Decodes()
         self.groups = NO_GROUPS
         self.mtp_rows = EMPTY
+        self.assumes_right = False
         self._admissions: list[Admission] = []
         self._grants: list[tuple[IntArray, IntArray, IntArray]] = []
         self._copies: list[tuple[int, int, int]] = []
@@ -171,6 +172,7 @@ class Draft:
             scores=scores,
             mtp_rows=self.mtp_rows,
             masked_rows=sampling[masked[sampling]],
+            assumes_right=self.assumes_right,
         )
 
 

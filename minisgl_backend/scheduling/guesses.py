@@ -80,6 +80,12 @@ class Guesser:
         self._mtp_guesses = np.zeros((num_rows, mtp_tokens), dtype=np.int32)  # ... these are for
         self._codes = MTP_GUESS - np.arange(mtp_tokens, dtype=np.int32)  # what stands for them
 
+    @property
+    def all_on_device(self) -> bool:
+        """Whether the MTP layer alone guesses, but for grammars: then no guess depends on what the
+        host knows."""
+        return not self._most_tokens
+
     def begin(self, row: int) -> None:
         """A sequence has taken the row."""
         self._may_have[row] = self._most_tokens
@@ -189,8 +195,9 @@ class Guesser:
         return guesses_at(tokens, most, self._recent, cache_key, least=least)
 
     def judge(self, row: int, num_guesses: int, num_right: int) -> None:
-        """Note how many of the row's last guesses were right. If they were looked up and are wrong,
-        fewer are looked up next."""
+        """Note how many of the row's last guesses were right: it has gone back to before the wrong
+        ones. If they were looked up, fewer are looked up next."""
+        self._mtp_at[row] -= num_guesses - num_right
         if self._are_mtp[row]:
             return
         if num_right == num_guesses:

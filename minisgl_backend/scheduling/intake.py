@@ -6,13 +6,12 @@ and for which rows the MTP layer has guessed. Must not know the queue, or what i
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import Final, cast
 
 import numpy as np
 
 from minisgl_backend.errors import EngineFailure, InvariantError
-from minisgl_backend.plan import NO_TOKEN, Checks, SampledTokens, StepPlan
+from minisgl_backend.plan import NO_TOKEN, SampledTokens, StepPlan
 from minisgl_backend.request import (
     Failed,
     Finished,
@@ -22,6 +21,7 @@ from minisgl_backend.request import (
     RequestId,
     TerminalEvent,
 )
+from minisgl_backend.scheduling.checks import RowCheck, row_checks
 from minisgl_backend.scheduling.guesses import Guesser
 from minisgl_backend.scheduling.lifecycle import Lifecycle
 from minisgl_backend.scheduling.report import Counters, StepResult
@@ -40,8 +40,6 @@ class Intake:
 
     def take(self, plan: StepPlan, tokens: SampledTokens) -> StepResult:
         """Take the tokens of ``plan``, and release what nothing uses anymore."""
-        if len(plan.checks.rows):
-            plan = replace(plan, checks=_as_computed(plan.checks, tokens.checked))
         rows, checks, chunks, decodes = self._rows, plan.checks, plan.chunks, plan.decodes
         sample_rows = plan.sample_rows
         if len(tokens.token_ids) != len(sample_rows):
@@ -97,15 +95,16 @@ class Intake:
     ) -> StepResult:
         """``_take`` for a step with guesses. A row gets its right guesses before the token that the
         step has sampled for it."""
-        rows, sample_rows, checks = self._rows, plan.sample_rows, _checks(plan)
+        rows, sample_rows, checks = self._rows, plan.sample_rows, row_checks(plan, tokens)
         is_due = np.ones(len(sample_rows), np.bool_)
         right: list[int] = []  # indices of samples that equal guesses
         for check in checks:
-            samples = tokens.token_ids[check.first : check.first + 1 + len(check.guesses)]
+            samples = check.samples(tokens.token_ids)
             # after a wrong guess, too: the row's pages hold NaN until it gets there
             broken = np.flatnonzero(samples == NO_TOKEN)
             due = int(broken[0]) if len(broken) else 0
-            if rows.accepting[check.row] and not len(broken):
+            check.is_due = bool(rows.accepting[check.row])
+            if check.is_due and not len(broken):
                 due = check.num_right = rows.take_right(check.row, check.guesses, samples)
                 right += range(check.first, check.first + due)
             is_due[check.first : check.first + len(samples)] = False
@@ -124,15 +123,18 @@ class Intake:
             rest.embedded,
         )
 
-    def _judge(self, check: _Check) -> None:
-        """Count a row's guesses, and let it go on after those that were right."""
+    def _judge(self, check: RowCheck) -> None:
+        """Count a row's guesses, and let it go on after those that were right. A row that had ended
+        before does neither."""
+        if not check.is_due:
+            return
         counters, num_guesses = self._counters, len(check.guesses)
         counters.num_checks += 1
         counters.num_guesses += num_guesses
         counters.num_right_guesses += check.num_right
         counters.num_checks_by_right[check.num_right] += 1
         if self._guesser is not None and self._rows.accepting[check.row]:
-            self._rows.go_on_from_guesses(check.row)
+            self._rows.go_on_from_guesses(check.row, check.num_wrong)
             self._guesser.judge(check.row, num_guesses, check.num_right)
 
     def _take(
@@ -193,34 +195,3 @@ class Intake:
         for sequence in sequences:
             self._life.end(sequence)
         return [sequence.request.id for sequence in sequences]
-
-
-@dataclass(slots=True)
-class _Check:
-    """The guesses of a row in a step, and the index of the sample that checks the first of them;
-    the others follow, and one after the last guess."""
-
-    row: int
-    guesses: IntArray
-    first: int
-    num_right: int = 0
-
-
-def _as_computed(checks: Checks, tokens: IntArray | None) -> Checks:
-    """The checks with the ``tokens`` that the device has computed; these are None if the plan had
-    all of them."""
-    if tokens is None:
-        if (checks.tokens < 0).any():
-            raise InvariantError("the device does not tell the tokens of checks that it knows")
-        return checks
-    if len(tokens) != len(checks.tokens):
-        raise InvariantError(f"{len(tokens)} tokens of checks, not {len(checks.tokens)}")
-    return replace(checks, tokens=tokens)
-
-
-def _checks(plan: StepPlan) -> list[_Check]:
-    """The checks of a plan. Their samples come first."""
-    lengths = plan.checks.lengths
-    firsts = (np.cumsum(lengths) - lengths).tolist()
-    guesses = plan.checks.guesses().items()
-    return [_Check(row, of, first) for (row, of), first in zip(guesses, firsts, strict=True)]

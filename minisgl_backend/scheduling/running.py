@@ -35,7 +35,7 @@ class RunningRows:
       none earlier: ``kernels.sampling_table``).
 
     ``in_flight`` counts the steps that were planned with the row and are not committed yet. If the
-    row has guesses in one of these, which is then the only one, ``planned`` counts their positions.
+    row has guesses in these, ``planned`` counts their positions, as if all were right.
     ``decoding`` rows take part in the next decode, ``accepting`` rows take the tokens of commits,
     ``retiring`` rows wait for their last step in flight, and ``masked`` rows have a grammar.
     """
@@ -159,10 +159,12 @@ class RunningRows:
         self.plan_prefill(row, end)
         self.decoding[row] = False
 
-    def go_on_from_guesses(self, row: int) -> None:
-        """Take back the planned positions whose guesses were wrong, and let the row decode."""
-        self.planned[row] = self.computed[row]
-        self.start_decoding(row)
+    def go_on_from_guesses(self, row: int, num_wrong: int) -> None:
+        """Take back the planned positions whose guesses were wrong, and let the row decode, unless
+        it has guesses in a later step, too."""
+        self.planned[row] -= num_wrong
+        if not self.in_flight[row]:
+            self.start_decoding(row)
 
     def skip(self, row: int, end: int) -> None:
         """Note that the positions up to ``end`` of a row that was just taken need no step."""

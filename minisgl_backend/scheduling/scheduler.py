@@ -10,12 +10,16 @@ prompts in the order of precedence, and admits sequences as it goes. So prefill 
 waiting.
 
 Rows may decode with guesses at their next tokens (``guesses``), with at most half of the budget.
-Guesses are made from all tokens of a row, and what is planned next depends on how many were right.
-So while a step that they wait for, or that checks some, is in flight, nothing is planned. With an
-MTP layer, a step also names the rows for which the layer makes guesses in it. The layer computes a
-few positions ahead of a row, which need pages; rows for which there are none to spare decode
-without. How many tokens it guesses is known, so the next step is planned before it has guessed:
-what it guesses stays on the device, unless a grammar has to allow it.
+What is looked up depends on all tokens of a row, and what is planned next on how many guesses were
+right. So while a step that they wait for, or that checks some, is in flight, nothing is planned.
+
+With an MTP layer, a step also names the rows for which the layer makes guesses in it. The layer
+computes a few positions ahead of a row, which need pages; rows for which there are none to spare
+decode without. How many tokens it guesses is known: what it guesses stays on the device, unless a
+grammar has to allow it. So if nothing else guesses, the next step is planned while one with guesses
+is in flight, as if all of these were right: then rows need the most pages, and are nearest to their
+ends. Before it is launched, rows are moved back (``checks.moved_back``). Left out are rows that may
+have reached the position at which their states are kept, or that may have no more guesses.
 
 Recurrent states cannot go back to before a wrong guess. So a step with guesses keeps the updates of
 all rows that decode in it, and the next step with a row adds those that count (``plan.Checks``).
@@ -32,7 +36,7 @@ Must not know clocks, threads, devices or tensors, nor what a token means.
 Invariants:
 - Rows and pages are given back only when no step in flight can write to them.
 - While a request is live and no step is in flight, ``plan`` returns a step.
-- A row with guesses in flight is in no other step in flight.
+- A row with guesses in flight is in one more step in flight at most, with guesses, too.
 - At most ``speculative_max_requests`` rows have updates that are not added to their states yet, if
   those of released rows do not count.
 - Steps run in the order in which they were planned. So a page freed here may be granted again at
@@ -52,6 +56,7 @@ import numpy as np
 from minisgl_backend.cache.kv import KVCache
 from minisgl_backend.errors import InvariantError
 from minisgl_backend.plan import (
+    LAST_TOKEN,
     NO_SNAPSHOT,
     TO_SAMPLE,
     Admission,
@@ -78,6 +83,7 @@ from minisgl_backend.scheduling.room import Room
 from minisgl_backend.scheduling.sequence import Phase, Precedence, Sequence, by_precedence
 from minisgl_backend.scheduling.waiting import WaitingQueue
 
+_NO_STEP: Final = -1
 _NOT_GRANTED: Final = "the cache does not grant the pages that it counts as available"
 
 
@@ -169,7 +175,8 @@ class Scheduler:
                 max_rows=config.speculative_max_requests,
                 mtp_tokens=config.mtp_tokens,
             )
-        self._has_unjudged = False  # guesses in flight, in the only step there
+        self._last_checks = _NO_STEP  # the last step with guesses ...
+        self._checked_rows: list[int] = []  # ... and the rows that have some
         self._intake = Intake(self._life, self._guesser, self._counters)
         self._next_step = 0
         self._next_commit = 0
@@ -188,16 +195,21 @@ class Scheduler:
 
     def plan(self, lookahead: Lookahead | None = None) -> StepPlan | None:
         """The next step, or None if nothing can run now."""
-        if self._has_unjudged:
-            return None
         guesses: Mapping[int, IntArray] = {}
+        unjudged = self._unjudged_rows()
         if self._guesser is not None:
-            guesses = self._guesser.of_rows(self._rows.ready_to_decode(), lookahead)
-            if any(self._rows.in_flight[row] for row in guesses):
+            goes_ahead = self._goes_ahead(self._guesser)
+            if unjudged is not None and not goes_ahead:
+                return None
+            ready = self._rows.ready_to_decode()
+            if unjudged:
+                ready = np.union1d(ready, np.array(unjudged, np.int32))
+            guesses = self._guesser.of_rows(ready, lookahead)
+            if not goes_ahead and any(self._rows.in_flight[row] for row in guesses):
                 return None
         draft = Draft(self._config.max_prefill_tokens)
         self._life.begin_plan()
-        self._plan_guesses(guesses, draft)
+        self._plan_guesses(guesses, draft, unjudged or [])
         under_pressure = self._plan_decodes(draft)
         self._plan_prefills(draft, admit=not under_pressure)
         if draft.is_empty:
@@ -220,9 +232,7 @@ class Scheduler:
         if not self._next_commit == plan.step < self._next_step:
             raise InvariantError(f"step {plan.step} is committed, {self._next_commit} is due")
         self._next_commit += 1
-        result = self._intake.take(plan, tokens)
-        self._has_unjudged = False
-        return result
+        return self._intake.take(plan, tokens)
 
     def has_work(self) -> bool:
         """Whether a request is live."""
@@ -275,13 +285,28 @@ class Scheduler:
             self._life.states.keep(ready, positions, draft)
         return under_pressure
 
-    def _plan_guesses(self, guesses: Mapping[int, IntArray], draft: Draft) -> None:
+    def _unjudged_rows(self) -> list[int] | None:
+        """The rows that go on from guesses which are in flight; None if no guesses are."""
+        if self._last_checks < self._next_commit:
+            return None
+        rows = self._rows
+        return [row for row in self._checked_rows if rows.accepting[row] and not rows.retiring[row]]
+
+    def _goes_ahead(self, guesser: Guesser) -> bool:
+        """Whether a step may be planned before the guesses that it depends on are known."""
+        has_one_in_flight = self._next_step - self._next_commit == 1
+        return guesser.all_on_device and has_one_in_flight and not self._rows.masked.any()
+
+    def _plan_guesses(
+        self, guesses: Mapping[int, IntArray], draft: Draft, unjudged: list[int]
+    ) -> None:
         """Let rows decode with as many of their ``guesses`` as pages and half of the budget allow.
-        Rows for which that is none decode without. No row passes a position at which its states are
-        to be kept."""
+        Rows for which that is none decode without, or are left out if they are ``unjudged``. No row
+        passes a position at which its states are to be kept."""
         if not guesses:
             return
         rows, states = self._rows, self._life.states
+        checked_rows = []
         left = draft.budget // 2
         ready = rows.ready_to_decode()
         short = rows.short(ready)
@@ -291,18 +316,24 @@ class Scheduler:
             if (section := self._config.section) is not None:
                 end = min(end, (start // section + 1) * section)
             if states is not None:
+                if row in unjudged and start == rows.keeps_at[row]:
+                    continue
                 end = min(end, states.kept_next(row, start))
             end = min(end, self._reach(row, short))
             if end < start + 2:  # and is granted nothing, since it may still be retracted at once
                 continue
             self._grow_up_to(end, row, short, draft)
-            tokens = np.array([rows.last_token(row), *guessed[: end - start - 1]], np.int32)
+            last = LAST_TOKEN if rows.in_flight[row] else rows.last_token(row)
+            tokens = np.array([last, *guessed[: end - start - 1]], np.int32)
             left -= len(tokens)
             rows.plan_guesses(row, end)
             draft.check(row, start, tokens)
             if states is not None:
                 states.keep(np.array([row], np.int32), np.array([start], np.int32), draft)
-            self._has_unjudged = True
+            checked_rows.append(row)
+            draft.assumes_right |= row in unjudged
+        if checked_rows:
+            self._last_checks, self._checked_rows = self._next_step, checked_rows
 
     def _plan_mtp(self, draft: Draft) -> None:
         """Let the MTP layer guess at what follows the tokens of this step, for each row that can

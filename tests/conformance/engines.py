@@ -45,6 +45,7 @@ from minisgl_backend.request import (
     TokenLogprobs,
 )
 from minisgl_backend.runtime import ports
+from minisgl_backend.scheduling.checks import moved_back
 from minisgl_backend.scheduling.scheduler import Scheduler, SchedulerConfig
 
 MAX_ROWS = 16
@@ -258,6 +259,9 @@ class TinyEngine(AbstractContextManager["TinyEngine"]):
         flight: tuple[StepPlan, Pending] | None = None
         while flight is not None or self._scheduler.has_work():
             plan = self._scheduler.plan()
+            if plan is not None and plan.assumes_right:
+                assert flight is not None
+                plan = moved_back(plan, flight[0], flight[1].tokens())
             launched = None if plan is None else (plan, self.executor.launch(plan))
             if plan is not None:
                 outcome.num_steps += 1

@@ -38,6 +38,7 @@ import numpy as np
 import numpy.typing as npt
 
 from minisgl_backend.plan import (
+    LAST_TOKEN,
     MTP_GUESS,
     NO_SNAPSHOT,
     NO_TOKEN,
@@ -240,6 +241,7 @@ class FakeExecutor:
 
     def launch(self, plan: StepPlan) -> FakePending:
         """Queue the step."""
+        assert not plan.assumes_right, "it is not known where rows go on"
         pending = FakePending(self, plan)
         self._queue.append(pending)
         return pending
@@ -321,7 +323,7 @@ class FakeExecutor:
             logprobs,
             self._score(plan),
             mtp_guesses=self._guess_next(plan),
-            checked=tokens_of(checked) if (plan.checks.tokens <= MTP_GUESS).any() else None,
+            checked=_told(plan, checked),
         )
 
     def _checked(self, plan: StepPlan) -> list[int]:
@@ -329,7 +331,9 @@ class FakeExecutor:
         this step the rows have none but those that it makes."""
         tokens: list[int] = plan.checks.tokens.tolist()
         for index, row in enumerate(plan.checks.token_rows.tolist()):
-            if tokens[index] <= MTP_GUESS:
+            if tokens[index] == LAST_TOKEN:
+                tokens[index] = self._rows[row].last_token
+            elif tokens[index] <= MTP_GUESS:
                 assert row not in plan.masked_rows, "masks depend on the guesses before them"
                 guesses, number = self._rows[row].mtp_guesses, MTP_GUESS - tokens[index]
                 assert number < len(guesses), "guesses are checked that the last step has not made"
@@ -543,6 +547,15 @@ class FakeExecutor:
             state.history.append(token)
         state.last_token = token
         return token
+
+
+def _told(plan: StepPlan, checked: list[int]) -> IntArray | None:
+    """What the device tells of the tokens of checks: the guesses of the MTP layer, if there are
+    any."""
+    given = plan.checks.tokens
+    if not (given <= MTP_GUESS).any():
+        return None
+    return np.where(given == LAST_TOKEN, given, tokens_of(checked))
 
 
 def tokens_of(values: list[int]) -> IntArray:

@@ -27,6 +27,7 @@ from minisgl_backend.request import (
     SamplingParams,
     samples_of,
 )
+from minisgl_backend.scheduling.checks import moved_back
 from minisgl_backend.scheduling.lookahead import Lookahead
 from minisgl_backend.scheduling.scheduler import Scheduler, SchedulerConfig
 from tests.fakes.executor import (
@@ -169,6 +170,9 @@ class Harness:
             starts, last = plan.chunks.starts, plan.chunks.ends - 1
             assert (starts // section == last // section).all()
         self.num_steps += 1
+        if plan.assumes_right:
+            before, pending = self._flights[-1]
+            plan = moved_back(plan, before, pending.tokens())
         self._flights.append((plan, self.executor.launch(plan)))
         return True
 

@@ -246,7 +246,10 @@ def window_line_not_written(patch: pytest.MonkeyPatch) -> None:
 def wrong_guesses_not_taken_back(patch: pytest.MonkeyPatch) -> None:
     """A row decodes on after all its guesses, the wrong ones included."""
 
-    patch.setattr(RunningRows, "go_on_from_guesses", RunningRows.start_decoding)
+    def go_on(self: RunningRows, row: int, num_wrong: int) -> None:
+        self.start_decoding(row)
+
+    patch.setattr(RunningRows, "go_on_from_guesses", go_on)
 
 
 def accepted_after_a_wrong_guess(patch: pytest.MonkeyPatch) -> None:
@@ -271,8 +274,8 @@ def one_right_guess_forgotten(patch: pytest.MonkeyPatch) -> None:
     """A row goes on one position before the one that its right guesses reach."""
     go_on = RunningRows.go_on_from_guesses
 
-    def too_early(self: RunningRows, row: int) -> None:
-        go_on(self, row)
+    def too_early(self: RunningRows, row: int, num_wrong: int) -> None:
+        go_on(self, row, num_wrong)
         if self.decoding[row]:
             self.planned[row] -= 1
 

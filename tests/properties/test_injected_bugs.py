@@ -346,6 +346,15 @@ def mtp_guesses_taken_for_right(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Intake, "take", believe)
 
 
+def not_moved_back(patch: pytest.MonkeyPatch) -> None:
+    """Rows go on as if all their guesses had been right."""
+
+    def as_planned(plan: StepPlan, before: StepPlan, tokens: SampledTokens) -> StepPlan:
+        return replace(plan, assumes_right=False)
+
+    patch.setattr("tests.fakes.harness.moved_back", as_planned)
+
+
 def without_guards(patch: pytest.MonkeyPatch) -> None:
     """Remove the checks that refuse broken bookkeeping, so that only tokens can tell."""
 
@@ -392,6 +401,7 @@ BUGS_OF_MTP: dict[Inject, int] = {
     mtp_passes_without_pages: 0,
     mtp_guesses_of_an_earlier_step: 0,
     mtp_guesses_taken_for_right: 0,
+    not_moved_back: 0,
 }
 """The same in workloads with guesses of an MTP layer."""
 ALL_BUGS = BUGS | BUGS_OF_GUESSES | BUGS_OF_MTP

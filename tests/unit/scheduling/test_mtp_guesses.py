@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from minisgl_backend.errors import InvariantError
-from minisgl_backend.plan import NO_TOKEN, StepPlan
+from minisgl_backend.plan import NO_TOKEN, SampledTokens, StepPlan
 from minisgl_backend.request import Finished, FinishReason, Request, RequestId, SamplingParams
+from minisgl_backend.scheduling.checks import moved_back
 from minisgl_backend.scheduling.report import StepResult
 from minisgl_backend.scheduling.scheduler import Scheduler
 from tests.unit.scheduling.planner import (
@@ -436,11 +437,114 @@ def test_a_row_begins_with_none_of_the_guesses_that_were_told_of_another() -> No
     assert guessed(planned(scheduler)) == {0: (4, [20, *LEFT])}
 
 
-# --- what waits -----------------------------------------------------------------------------------
+# --- steps that are planned before guesses are known ----------------------------------------------
 
 
-def test_nothing_is_planned_while_the_layer_guesses() -> None:
+AHEAD = [-1, *LEFT]
+"""The tokens of a check whose first one is not known either."""
+
+
+def sampled(plan: StepPlan, tokens: Seq[int], were: Seq[int] = MORE) -> SampledTokens:
+    """What a step samples whose checks have guesses that ``were`` these."""
+    checked = [were[LEFT.index(it)] if it in LEFT else it for it in plan.checks.tokens.tolist()]
+    return SampledTokens(ints(*tokens), checked=ints(*checked))
+
+
+def test_guesses_are_checked_in_a_step_that_is_planned_before_they_are_made() -> None:
     scheduler = make(mtp_tokens=3)
+    scheduler.add(request(0, 4, 20))
+    first, second = planned(scheduler), planned(scheduler)
+    assert guessed(second) == {0: (4, AHEAD)} and named(second) == [0]
+    assert not second.assumes_right
+    landed(scheduler, first, 20)
+    result = landed(scheduler, second, (21, 22, 9, 0))
+    assert result.token_ids.tolist() == [21, 22, 9]
+    assert guessed(planned(scheduler)) == {0: (7, [9, *LEFT])}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "start"),
+    [((9, 0, 0, 0), 5), ((21, 9, 0, 0), 6), ((21, 22, 9, 0), 7), ((21, 22, 23, 24), 8)],
+)
+def test_rows_are_moved_back_to_before_their_wrong_guesses(tokens: Seq[int], start: int) -> None:
+    scheduler = started(request(0, 4, 20))
+    first, second = planned(scheduler), planned(scheduler)
+    assert guessed(first) == {0: (4, [20, *LEFT])}
+    assert second.assumes_right and guessed(second) == {0: (8, AHEAD)}
+    second = moved_back(second, first, sampled(first, tokens))
+    assert not second.assumes_right and guessed(second) == {0: (start, AHEAD)}
+    result = landed(scheduler, first, tokens)
+    assert result.token_ids.tolist() == list(tokens[: start - 4])
+    third = planned(scheduler)
+    assert third.assumes_right and guessed(third) == {0: (start + 4, AHEAD)}
+    landed(scheduler, second, (21, 8, 0, 0))
+    assert counted(scheduler) == (2, 6, start - 4)
+
+
+def test_each_row_is_moved_back_by_its_own_guesses() -> None:
+    scheduler = started(request(0, 4, 20), request(1, 4, 20))
+    first, second = planned(scheduler), planned(scheduler)
+    second = moved_back(second, first, sampled(first, (21, 9, 0, 0, 21, 22, 23, 24)))
+    assert guessed(second) == {0: (6, AHEAD), 1: (8, AHEAD)}
+
+
+def test_prompts_are_planned_beside_guesses_that_are_not_known() -> None:
+    scheduler = started(request(0, 4, 30))
+    first = planned(scheduler)
+    scheduler.add(request(1, 4, 20))
+    second = planned(scheduler)
+    assert guessed(second) == {0: (8, AHEAD)} and chunks(second) == [(1, 0, 4, True)]
+    assert named(second) == [0, 1]
+    second = moved_back(second, first, sampled(first, (9, 0, 0, 0)))
+    landed(scheduler, first, (9, 0, 0, 0))
+    third = planned(scheduler)
+    assert third.assumes_right and guessed(third) == {0: (9, AHEAD), 1: (4, AHEAD)}
+    landed(scheduler, second, (21, 9, 0, 0, 20))
+    third = moved_back(third, second, sampled(second, (21, 9, 0, 0, 20)))
+    assert guessed(third) == {0: (7, AHEAD), 1: (4, AHEAD)}
+    landed(scheduler, third, (9, 0, 0, 0, 21, 22, 23, 24))
+
+
+def test_pages_are_granted_as_if_guesses_were_right() -> None:
+    """Pages have 4 positions: 8 to 11 are checked next, 12 and 13 are those of the layer's passes.
+    If all guesses are wrong, the row has these pages already."""
+    scheduler = started(request(0, 4, 30))
+    first, second = planned(scheduler), planned(scheduler)
+    assert first.grants.indices.tolist() == [2] and second.grants.indices.tolist() == [3]
+    landed(scheduler, first, (9, 0, 0, 0))
+    landed(scheduler, moved_back(second, first, sampled(first, (9, 0, 0, 0))), (9, 0, 0, 0))
+    assert not len(planned(scheduler).grants.indices)
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "expected"), [(6, None), (7, [-1, -2]), (8, [-1, -2, -3]), (9, AHEAD)]
+)
+def test_rows_near_their_end_wait_until_guesses_are_known(
+    max_tokens: int, expected: list[int] | None
+) -> None:
+    """If all guesses are right, it has 5 tokens, the last of which is not computed yet."""
+    scheduler = started(request(0, 4, max_tokens))
+    first, second = planned(scheduler), scheduler.plan()
+    assert guessed(first) == {0: (4, [20, *LEFT])}
+    assert (None if second is None else guessed(second)) == (
+        None if expected is None else {0: (8, expected)}
+    )
+    landed(scheduler, first, (9, 0, 0, 0))
+    if second is None:
+        assert decoded(planned(scheduler)) == [(0, 5)]
+
+
+def test_others_go_on_without_rows_that_wait() -> None:
+    scheduler = started(request(0, 4, 6), request(1, 4, 20))
+    first, second = planned(scheduler), planned(scheduler)
+    assert [*guessed(first)] == [0, 1] and guessed(second) == {1: (8, AHEAD)}
+    landed(scheduler, first, (9, 0, 0, 0, 9, 0, 0, 0))
+    third = planned(scheduler)
+    assert third.assumes_right and [*guessed(third)] == [1] and decoded(third) == [(0, 5)]
+
+
+def test_what_is_looked_up_waits_until_tokens_are_known() -> None:
+    scheduler = make(mtp_tokens=3, speculative_tokens=5)
     scheduler.add(request(0, 4, 20))
     plan = planned(scheduler)
     scheduler.add(request(1, 4, 20))
@@ -449,6 +553,62 @@ def test_nothing_is_planned_while_the_layer_guesses() -> None:
     plan = planned(scheduler)
     assert guessed(plan) and chunks(plan)
     assert scheduler.plan() is None
+
+
+def test_grammars_wait_until_tokens_are_known() -> None:
+    scheduler = make(mtp_tokens=3)
+    scheduler.add(request(0, 4, 20))
+    plan = planned(scheduler)
+    scheduler.add(with_grammar(1))
+    second = planned(scheduler)
+    assert guessed(second) == {0: (4, AHEAD)} and second.masked_rows.tolist() == [1]
+    landed(scheduler, plan, 20)
+    assert scheduler.plan(Told()) is None
+    landed(scheduler, second, (21, 22, 23, 24, 20))
+    third = scheduler.plan(Told())
+    assert third is not None and guessed(third)[0] == (8, [24, *LEFT])
+
+
+def test_no_more_than_one_step_is_ahead_of_guesses() -> None:
+    scheduler = started(request(0, 4, 40))
+    planned(scheduler), planned(scheduler)
+    assert scheduler.plan() is None
+
+
+def test_a_request_that_ends_drops_the_step_that_was_planned_ahead() -> None:
+    """Guesses that are checked for nothing do not count."""
+    one = request(0, 4, 20, sampling=SamplingParams(stop_token_ids=(22,)))
+    scheduler = started(one)
+    first, second = planned(scheduler), planned(scheduler)
+    tokens = (21, 22, 23, 24)
+    second = moved_back(second, first, sampled(first, tokens))
+    result = landed(scheduler, first, tokens)
+    assert result.token_ids.tolist() == [21, 22]
+    assert result.ended == {0: Finished(FinishReason.STOP, 22)}
+    assert scheduler.stats().num_running == 1, "the next step still writes to its pages"
+    result = landed(scheduler, second, (9, 9, 9, 9))
+    assert (result.request_ids, result.ended) == ([], {})
+    assert scheduler.stats().num_running == 0
+    assert counted(scheduler) == (1, 3, 1)
+
+
+@pytest.mark.parametrize("after", [1, 2])
+def test_an_abort_drops_steps_that_were_planned_ahead(after: int) -> None:
+    scheduler = started(request(0, 4, 20), request(1, 4, 20))
+    first, second = planned(scheduler), None
+    if after == 2:
+        second = planned(scheduler)
+    assert scheduler.abort(RequestId(0))
+    second = second or planned(scheduler)
+    assert [*guessed(second)] == ([1] if after == 1 else [0, 1])
+    second = moved_back(second, first, sampled(first, (21, 9, 0, 0, 21, 22, 9, 0)))
+    assert landed(scheduler, first, (21, 9, 0, 0, 21, 22, 9, 0)).request_ids == [1] * 3
+    tokens = [9] * len(second.checks.tokens)
+    assert landed(scheduler, second, tokens).request_ids == [1]
+    assert scheduler.stats().num_running == 1
+
+
+# --- what waits -----------------------------------------------------------------------------------
 
 
 def test_chunks_overlap_until_the_last_one() -> None:
@@ -461,7 +621,7 @@ def test_chunks_overlap_until_the_last_one() -> None:
         (0, 32, 8, True),
     ]
     assert [named(plan) for plan in plans] == [[], [], [0]]
-    assert scheduler.plan() is None
+    assert scheduler.plan() is None, "too many steps are in flight"
 
 
 def test_rows_that_are_not_named_overlap() -> None:
@@ -575,3 +735,27 @@ def test_guesses_end_where_states_are_kept() -> None:
     assert guessed(plan) == {0: (8, [22, *LEFT])}
     assert plan.snapshots.kept_rows.tolist() == [0]
     assert named(plan) == [0]
+
+
+@pytest.mark.parametrize(("token", "start", "kept"), [(21, 8, [0]), (9, 7, [])])
+def test_rows_wait_where_their_states_may_have_to_be_kept(
+    token: int, start: int, kept: list[int]
+) -> None:
+    """Before position 8, which the row has reached only if its guess is right."""
+    scheduler = started(request(0, 6, 40), num_snapshots=8)
+    first = planned(scheduler)
+    assert guessed(first) == {0: (6, [20, -2])} and scheduler.plan() is None
+    landed(scheduler, first, (token, 22))
+    plan = planned(scheduler)
+    assert [*(at for at, _ in guessed(plan).values()), *(at for _, at in decoded(plan))] == [start]
+    assert plan.snapshots.kept_rows.tolist() == kept
+
+
+def test_guesses_that_are_checked_ahead_end_where_states_are_kept() -> None:
+    """Before position 16, where the row is if all its guesses are right."""
+    scheduler = started(request(0, 8, 40), num_snapshots=8, mtp_tokens=2)
+    first, second = planned(scheduler), planned(scheduler)
+    assert guessed(first) == {0: (8, [20, -2, -3])} and guessed(second) == {0: (11, [-1, -2, -3])}
+    landed(scheduler, first, (21, 22, 23))
+    third = planned(scheduler)
+    assert guessed(third) == {0: (14, [-1, -2])}

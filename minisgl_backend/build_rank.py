@@ -182,6 +182,7 @@ def _model(facts: Resolved, group: Group, progress: Progress) -> Decoder:
             group=group,
             load_format=options.load_format,
             max_sequence_length=facts.context,
+            eagle=facts.layer_folder,
             seed=options.seed or 0,
             fused_experts=fused_experts,
             whole_experts=options.expert_parallel,

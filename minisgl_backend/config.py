@@ -153,6 +153,11 @@ class EngineOptions:
         minimum=0,
         maximum=16,
     )
+    speculative_mtp_model: str | None = option(
+        None,
+        "folder of an EAGLE-3 layer that was made for the model, or its id on the hub: it guesses "
+        "speculative_mtp_tokens in place of a layer of the model's own; auto: none",
+    )
     speculative_max_requests: int = option(
         8, "nothing is guessed while more requests than this run", minimum=1, maximum=4096
     )

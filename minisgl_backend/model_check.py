@@ -19,7 +19,8 @@ from minisgl_backend.errors import ConfigError
 from minisgl_backend.host_memory import HostMemory
 from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.models.checkpoint import check_weights, weight_files
-from minisgl_backend.models.hub import resolve_tokenizer
+from minisgl_backend.models.eagle_checkpoint import load_eagle
+from minisgl_backend.models.hub import resolve_model, resolve_tokenizer
 from minisgl_backend.models.spec import ModelSpec, state_bytes
 from minisgl_backend.request_defaults import request_defaults
 from minisgl_backend.weight_format import CONVERT_TO_FP8
@@ -34,14 +35,18 @@ def checked_spec(options: EngineOptions, folder: Path, device: str | None) -> Mo
 
     Raises ``ConfigError`` if config.json is invalid or does not describe the weights, if the heads
     cannot be split over the ranks, if a GPU has no kernels for heads of these sizes, if a CPU's
-    memory cannot hold what is asked for, if an MTP layer is asked for that is not supported, or if
-    requests cannot have what the checkpoint recommends.
+    memory cannot hold what is asked for, if an MTP or EAGLE-3 layer is asked for that is not
+    supported, or if requests cannot have what the checkpoint recommends.
     """
     tokenizer = None
     if options.tokenizer is not None:
         tokenizer = resolve_tokenizer(options.tokenizer, options.model_source)
     spec = load_spec(folder, tokenizer)
-    if options.speculative_mtp_tokens:
+    if options.speculative_mtp_model is not None:
+        layer = resolve_model(options.speculative_mtp_model, options.model_source)
+        has_weights = options.load_format == "auto"
+        spec = spec.with_eagle(load_eagle(layer, spec, folder, has_weights=has_weights))
+    elif options.speculative_mtp_tokens:
         spec = spec.with_mtp()
     request_defaults(options)
     if options.quantization is not None:

@@ -77,6 +77,8 @@ def check_options(options: EngineOptions, device: str | None) -> None:
                 f"option {name}={value} needs max_prefill_tokens of at least "
                 f"{_LEAST_FOR_GUESSES}: a token and its guesses have half of a step"
             )
+    if options.speculative_mtp_model is not None and not options.speculative_mtp_tokens:
+        raise ConfigError("option speculative_mtp_model needs speculative_mtp_tokens of at least 1")
     if device is not None:
         check_comm(options.comm, device, place)
     if options.batch_invariant:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Resolved:
-    """The facts of one rank.
+    """The facts of one rank. Of an EAGLE-3 layer ``options`` name the folder.
 
     ``shape`` counts the heads of this rank. ``context`` is the most tokens that a request may have.
     ``state_dtype`` is that of recurrent states, if there are any.
@@ -54,6 +54,12 @@ class Resolved:
     state_dtype: torch.dtype
 
     @property
+    def layer_folder(self) -> Path | None:
+        """The folder of an EAGLE-3 layer, if the options name one."""
+        layer = self.options.speculative_mtp_model
+        return None if layer is None else Path(layer)
+
+    @property
     def weights_per_layer(self) -> int:
         """The rank's weights that a token is multiplied by in a layer, on average."""
         num_layers = len(self.spec.all_layers)
@@ -68,6 +74,9 @@ def resolve(options: EngineOptions, place: RankPlace) -> Resolved:
     kind = device_kind(options, place.local_size)
     check_options(options, kind)
     folder = resolve_model(options.model, options.model_source)
+    if (layer := options.speculative_mtp_model) is not None:
+        layer = str(resolve_model(layer, options.model_source))
+        options = replace(options, speculative_mtp_model=layer)
     spec = checked_spec(options, folder, kind)
     device = (
         CudaDevice(place.local_rank)

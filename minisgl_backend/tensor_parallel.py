@@ -60,6 +60,7 @@ _OF_EACH_NODE: Final = (
     "model",
     "model_source",
     "tokenizer",
+    "speculative_mtp_model",
     "node_rank",
     "rendezvous",
     "node_secret_file",
@@ -103,7 +104,7 @@ def lead(facts: Resolved, parts: Parts) -> tuple[EngineInfo, LeadingExecutor, Ad
         # the other ranks use the folder that this rank has fetched and the library it has chosen
         told = asdict(replace(options, model=str(facts.folder), comm=facts.comm))
         told |= dict.fromkeys(_OF_RANK_0)
-        greeting = {"options": told, "config": _digest(facts.folder)}
+        greeting = {"options": told, "config": _digest(facts)}
         channel.greet(json.dumps(greeting).encode())
         rank = build_rank(facts, join, channel.meet, parts)
         leader = LeadingExecutor(
@@ -145,8 +146,9 @@ def follow(
         if own is not None:
             options = with_own(options, own)
         facts = resolve(options, place)
-        if _digest(facts.folder) != greeting["config"]:
-            raise ConfigError(f"the config.json in {facts.folder} is not that of node 0's model")
+        if _digest(facts) != greeting["config"]:
+            folders = " or ".join(map(str, _folders(facts)))
+            raise ConfigError(f"the config.json in {folders} is not that of node 0's model")
         fits = True  # from here on it may be another rank that fails
         # before the ranks meet, since it may take seconds
         _, store = open_store(facts.place, options.distributed_timeout_s)
@@ -185,9 +187,17 @@ def with_own(told: EngineOptions, own: EngineOptions) -> EngineOptions:
     return replace(told, **others)
 
 
-def _digest(folder: Path) -> str:
-    """What machines compare to know that they have the same model."""
-    return hashlib.sha256((folder / "config.json").read_bytes()).hexdigest()
+def _digest(facts: Resolved) -> str:
+    """What machines compare to know that they have the same model, and the same layer for it."""
+    digest = hashlib.sha256()
+    for folder in _folders(facts):
+        digest.update((folder / "config.json").read_bytes())
+    return digest.hexdigest()
+
+
+def _folders(facts: Resolved) -> list[Path]:
+    layer = facts.layer_folder
+    return [facts.folder] if layer is None else [facts.folder, layer]
 
 
 def _connect(facts: Resolved, store: Store) -> Group:

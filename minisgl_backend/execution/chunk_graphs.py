@@ -19,7 +19,7 @@ import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Final
+from typing import Final, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -31,6 +31,8 @@ from minisgl_backend.execution.flat_batch import FlatBatch
 from minisgl_backend.plan import Groups, StepPlan
 from minisgl_backend.progress import Progress
 from minisgl_backend.request import IntArray
+
+T = TypeVar("T")
 
 _TOKENS_PER_CHUNK: Final = 16
 """A graph has room for one chunk per 16 tokens; a step with more chunks needs a larger graph."""
@@ -112,13 +114,13 @@ def fitting(sizes: Sequence[int], batch: FlatBatch) -> Sequence[int]:
     return sizes[bisect.bisect_left(sizes, max(len(batch.rows), least_for_chunks)) :]
 
 
-class ChunkGraphs:
+class ChunkGraphs(Generic[T]):
     """The captured layers, and the buffer that they read. Used only in submitted work."""
 
     def __init__(
         self,
         device: Device,
-        layers: Callable[[ChunkInputs, StepKind], Tensor],
+        layers: Callable[[ChunkInputs, StepKind], T],
         sizes: Sequence[int],
         *,
         max_rows: int,
@@ -128,12 +130,11 @@ class ChunkGraphs:
         fits: Callable[[FlatBatch, int], bool] | None = None,
         take: Callable[[FlatBatch, int], None] | None = None,
     ):
-        """``layers(inputs, kind)`` enqueues all layers over the tokens of its inputs, and returns
-        the residual stream [num_tokens, hidden_size]. ``sizes`` are numbers of tokens, ascending.
-        With ``checks``, steps that check guesses have graphs of their own. Before the layers are
-        enqueued, ``take_groups`` gets a step's groups and returns whether the step is to be
-        grouped, and ``take`` gets the step and the size. ``fits`` says whether ``take`` has room
-        for a step whose tokens and chunks fit the size."""
+        """``layers(inputs, kind)`` enqueues all layers over the tokens of its inputs. ``sizes`` are
+        numbers of tokens, ascending. With ``checks``, steps that check guesses have graphs of their
+        own. Before the layers are enqueued, ``take_groups`` gets a step's groups and returns
+        whether the step is to be grouped, and ``take`` gets the step and the size. ``fits`` says
+        whether ``take`` has room for a step whose tokens and chunks fit the size."""
         self._device = device
         self._fits = fits or (lambda batch, size: True)
         self._take = take or (lambda batch, size: None)
@@ -142,7 +143,7 @@ class ChunkGraphs:
         most = sum(_lengths(self._sizes[-1], max_rows))
         self._buffer = torch.empty(most, dtype=torch.int32, device=device.torch_device)
 
-        def graphs_of(kind: StepKind, sizes: Sequence[int]) -> Captured[Tensor]:
+        def graphs_of(kind: StepKind, sizes: Sequence[int]) -> Captured[T]:
             return capture(
                 device,
                 f"number of tokens{kind.value}",
@@ -162,7 +163,7 @@ class ChunkGraphs:
             self._graphs[StepKind.CHECKING] = graphs_of(StepKind.CHECKING, self._sizes)
 
     @property
-    def captured(self) -> list[Captured[Tensor]]:
+    def captured(self) -> list[Captured[T]]:
         """All graphs, kind by kind."""
         return list(self._graphs.values())
 
@@ -171,9 +172,9 @@ class ChunkGraphs:
         sizes = fitting(self._sizes, batch)
         return next((size for size in sizes if self._fits(batch, size)), None)
 
-    def replay(self, size: int, batch: FlatBatch) -> Tensor:
-        """Enqueue the layers of a step that fits ``size``. Returns the residual stream after them,
-        [num_tokens, hidden_size] followed by padding, which the next replay overwrites."""
+    def replay(self, size: int, batch: FlatBatch) -> T:
+        """Enqueue the layers of a step that fits ``size``. Returns what they do, with padding
+        behind the step's tokens; the next replay overwrites it."""
         self._write(size, batch)
         kind, grouped = StepKind.PLAIN, self._graphs.get(StepKind.GROUPED)
         if batch.num_checks and StepKind.CHECKING in self._graphs:

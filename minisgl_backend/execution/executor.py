@@ -40,7 +40,7 @@ from minisgl_backend.execution.unsettled import Due, UnsettledStep
 from minisgl_backend.execution.warm_up import WarmUp
 from minisgl_backend.kernels.settle import Settling
 from minisgl_backend.models.adapter_slots import AdapterSlots
-from minisgl_backend.models.decoder import Decoder
+from minisgl_backend.models.decoder import Decoder, LayersOutput
 from minisgl_backend.plan import Copies, Draws, Pending, StepPlan
 from minisgl_backend.progress import Progress, unseen
 from minisgl_backend.request import IntArray
@@ -209,8 +209,9 @@ class ModelExecutor:
         if self._states is not None:
             self._settle_and_keep(self._states, plan, self._states.take_due(plan))
         batch = FlatBatch.of(plan)
-        hidden = self._layers(batch)
-        sample = partial(stages.sample, stages.logits_of(batch, hidden), all_logits=all_logits)
+        found = self._layers(batch)
+        hidden = found.residual
+        sample = partial(stages.sample, stages.logits_of(batch, found), all_logits=all_logits)
         embedded = stages.embedder.embedded(hidden, batch)
         if not len(plan.scores.chunks):
             return partial(self._finish, plan, sample, embedded=embedded)
@@ -305,9 +306,8 @@ class ModelExecutor:
         are_adapted = self._adapters is not None and self._adapters.have_any(rows)
         return self.adapter_graphs if are_adapted else self.graphs
 
-    def _layers(self, batch: FlatBatch) -> Tensor:
-        """The residual stream after the layers, [num_tokens, hidden_size]; rows of padding may
-        follow."""
+    def _layers(self, batch: FlatBatch) -> LayersOutput:
+        """What the layers return of the step; rows of padding may follow its tokens."""
         if self._states is not None:
             self._states.restore(batch)
         graphs = self._graphs_for(batch.rows).chunk

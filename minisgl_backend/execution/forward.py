@@ -2,10 +2,10 @@
 
 ``over_batch`` is for any step, from arrays on the host; ``over_chunks`` for any step to be
 captured, from inputs on the device; ``over_decodes`` for a decode step to be captured, from the
-state of its rows. All return the same residual stream for the same tokens. Steps to be captured may
-be ``grouped`` (``attention.base.GroupedDecode``). The MTP layer goes over the tokens of a step, or
-of rows, by itself (``mtp_over_...``). Knows the model's forward pass, the row table and attention.
-Must not know plans, graphs or sampling.
+state of its rows. All return the same for the same tokens. Steps to be captured may be ``grouped``
+(``attention.base.GroupedDecode``). The MTP layer goes over the tokens of a step, or of rows, by
+itself (``mtp_over_...``). Knows the model's forward pass, the row table and attention. Must not
+know plans, graphs or sampling.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from minisgl_backend.kernels.adapters import AdaptedTokens
 from minisgl_backend.kernels.checks import NO_PLACE, CheckedTokens
 from minisgl_backend.kernels.delta_runs import Runs
 from minisgl_backend.kernels.rows import DecodeInputs
-from minisgl_backend.models.decoder import Decoder
+from minisgl_backend.models.decoder import Decoder, LayersOutput
 from minisgl_backend.models.token_mixing import RecurrentRows
+from minisgl_backend.request import IntArray
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,8 +64,8 @@ class ForwardPass:
         # PyTorch's operations take 64-bit indices, GPU kernels take 32-bit ones
         self._index_dtype = np.int64 if device.is_host else np.int32
 
-    def over_batch(self, batch: FlatBatch) -> Tensor:
-        """The residual stream after the layers, [num_tokens, hidden_size]."""
+    def over_batch(self, batch: FlatBatch) -> LayersOutput:
+        """What the layers return of the tokens of ``batch``."""
         upload, placed, num_decodes = self._device.upload, self._placed(batch), batch.num_decodes
         recurrent = None
         if self._states is not None:
@@ -81,7 +82,7 @@ class ForwardPass:
         if num_own := num_decodes + int(batch.check_lengths.sum()):
             own = tokens[:num_own]
             own.copy_(self._rows.table.resolved(placed.rows[:num_own], own))
-        hidden: Tensor = self._model(
+        output: LayersOutput = self._model(
             tokens,
             placed.positions,
             placed.slots,
@@ -90,21 +91,16 @@ class ForwardPass:
             adapted,
             window_slots=placed.window_slots,
         )
-        return hidden
+        return output
 
-    def mtp_over_batch(self, batch: FlatBatch, hidden: Tensor, next_tokens: Tensor) -> Tensor:
-        """The states of the MTP layer, [num_tokens, hidden_size], from the residual stream after
-        the other layers, and from the token after each."""
+    def mtp_over_batch(self, batch: FlatBatch, read: Tensor, next_tokens: Tensor) -> Tensor:
+        """The states of the MTP layer, [num_tokens, state_size], from what it reads of the other
+        layers (``LayersOutput.for_mtp``), and from the token after each."""
         placed = self._placed(batch)
-        hidden = self._finite(hidden[: len(next_tokens)])
+        states = self._model.first_mtp_states(read[: len(next_tokens)])
         return self._model.forward_mtp(
-            next_tokens, hidden, placed.positions, placed.slots, placed.attend
+            next_tokens, states, placed.positions, placed.slots, placed.attend
         )
-
-    def _finite(self, hidden: Tensor) -> Tensor:
-        """What the MTP layer reads of the residual stream. No sampled token would show NaN in the
-        layer's keys and values, so there must be none (``cache.kv``)."""
-        return self._model.normed(hidden).nan_to_num_()
 
     def _placed(self, batch: FlatBatch) -> _Placed:
         upload, rows, num_decodes = self._device.upload, self._rows, batch.num_decodes
@@ -147,7 +143,7 @@ class ForwardPass:
         adapted: AdaptedTokens | None = None,
         runs: Runs | None = None,
         checks: CheckedTokens | None = None,
-    ) -> Tensor:
+    ) -> LayersOutput:
         """The same for the tokens of ``inputs``, including padding. ``adapted``: the tokens by
         adapter, if any uses one; ``runs``: the chunks, if the model has recurrent layers; and
         ``checks``: those of the decoding rows, if it has, and these have guesses."""
@@ -180,7 +176,7 @@ class ForwardPass:
                 own_rows = inputs.rows[: len(checks.lines)]
                 are_others = checks.lines[:, 0] == NO_PLACE
             recurrent = RecurrentRows(own_rows.masked_fill(are_others, -1).long(), runs, checks)
-        hidden: Tensor = self._model(
+        output: LayersOutput = self._model(
             tokens,
             positions,
             slots,
@@ -189,7 +185,7 @@ class ForwardPass:
             adapted,
             window_slots=window_slots,
         )
-        return hidden
+        return output
 
     def over_decodes(
         self,
@@ -198,10 +194,9 @@ class ForwardPass:
         grouped: bool = False,
         adapted: AdaptedTokens | None = None,
         checks: CheckedTokens | None = None,
-    ) -> Tensor:
-        """The residual stream of decoding rows, [batch_size, hidden_size]; ``adapted``: the rows by
-        adapter, if any uses one; ``checks``: theirs, if they have guesses and the model has
-        recurrent layers."""
+    ) -> LayersOutput:
+        """The same for decoding rows; ``adapted``: the rows by adapter, if any uses one;
+        ``checks``: theirs, if they have guesses and the model has recurrent layers."""
         decodes = DecodeRows(
             rows=inputs.rows,
             lengths=inputs.lengths,
@@ -214,7 +209,7 @@ class ForwardPass:
         recurrent = None
         if self._states is not None:
             recurrent = RecurrentRows(inputs.rows.long(), checks=checks)
-        hidden: Tensor = self._model(
+        output: LayersOutput = self._model(
             inputs.tokens,
             inputs.positions,
             inputs.slots,
@@ -223,30 +218,36 @@ class ForwardPass:
             adapted,
             window_slots=inputs.window_slots,
         )
-        return hidden
+        return output
 
-    def mtp_over_decodes(self, inputs: DecodeInputs, hidden: Tensor, next_tokens: Tensor) -> Tensor:
+    def mtp_over_decodes(self, inputs: DecodeInputs, read: Tensor, next_tokens: Tensor) -> Tensor:
         """``mtp_over_batch`` for a decode step to be captured."""
-        decodes = DecodeRows(
-            rows=inputs.rows, lengths=inputs.lengths, page_table=self._rows.table.pages
-        )
-        attend = self._attention.plan(decodes, None)
-        hidden = self._finite(hidden)
-        return self._model.forward_mtp(next_tokens, hidden, inputs.positions, inputs.slots, attend)
+        attend = self._attention.plan(self._mtp_rows(inputs.rows, inputs.lengths), None)
+        states = self._model.first_mtp_states(read)
+        return self._model.forward_mtp(next_tokens, states, inputs.positions, inputs.slots, attend)
 
     def mtp_over_rows(
         self, rows: Tensor, positions: Tensor, states: Tensor, next_tokens: Tensor
     ) -> Tensor:
-        """The next states of the MTP layer, [num_rows, hidden_size], from its own ``states`` of the
+        """The next states of the MTP layer, [num_rows, state_size], from its own ``states`` of the
         positions before. ``rows``, ``positions`` and ``next_tokens`` are int32[num_rows]."""
         page_size = self._rows.page_size
         slots = self._rows.slots(rows, positions // page_size, positions % page_size)
         lengths = positions + 1
-        decodes = DecodeRows(
+        host_lengths = lengths.numpy() if self._device.is_host else None
+        attend = self._attention.plan(self._mtp_rows(rows, lengths, host_lengths), None)
+        return self._model.forward_mtp(next_tokens, states, positions, slots, attend)
+
+    def _mtp_rows(
+        self, rows: Tensor, lengths: Tensor, host_lengths: IntArray | None = None
+    ) -> DecodeRows:
+        """``rows`` as attention of the MTP layer takes them; that of layers with windows is planned
+        with it, and not used."""
+        table = self._rows.table
+        return DecodeRows(
             rows=rows,
             lengths=lengths,
-            page_table=self._rows.table.pages,
-            host_lengths=lengths.numpy() if self._device.is_host else None,
+            page_table=table.pages,
+            window_table=table.window_pages,
+            host_lengths=host_lengths,
         )
-        attend = self._attention.plan(decodes, None)
-        return self._model.forward_mtp(next_tokens, states, positions, slots, attend)

@@ -1,4 +1,5 @@
-"""Guesses of the model's MTP layer at the tokens after those that a step has sampled.
+"""Guesses of the model's MTP layer at the tokens after those that a step has sampled. An EAGLE-3
+layer in its place makes them in the same way (``models.mtp.GuessingLayer``).
 
 The layer goes over all tokens of each step, behind the model's own layers, once their next tokens
 are known (``follow_...``). So its keys and values are as complete as the model's, and are cached
@@ -73,7 +74,8 @@ class MTPGuesses:
         self._forward = forward
         self._table = table
         self._device = device
-        shape = len(table.lengths), model.spec.hidden_size
+        assert model.mtp is not None
+        shape = len(table.lengths), model.mtp.state_size
         self._states = torch.zeros(shape, dtype=model.dtype, device=device.torch_device)
         """The layer's states of the samples that the row table has the tokens of."""
         self._rows = torch.empty(0, dtype=torch.int32, device=device.torch_device)
@@ -83,18 +85,18 @@ class MTPGuesses:
         self._graphs: dict[int, Graph[Tensor]] = {}
 
     def follow_batch(
-        self, batch: FlatBatch, hidden: Tensor, samples: Samples, indices: Tensor, sampled: Tensor
+        self, batch: FlatBatch, read: Tensor, samples: Samples, indices: Tensor, sampled: Tensor
     ) -> None:
-        """Go over the tokens of a step, from the residual stream ``hidden`` after the other layers.
+        """Go over the tokens of a step, from what the layer ``read`` of the other layers.
         ``indices`` [num_samples] are those of the tokens after which ``sampled`` were sampled."""
         next_tokens = self._device.upload(batch.next_tokens)
         next_tokens.index_copy_(0, indices.long(), sampled)
-        states = self._forward.mtp_over_batch(batch, hidden, next_tokens.clamp_(min=0))
+        states = self._forward.mtp_over_batch(batch, read, next_tokens.clamp_(min=0))
         self._keep(samples.rows, samples.positions, states.index_select(0, indices))
 
-    def follow_decodes(self, inputs: DecodeInputs, hidden: Tensor, sampled: Tensor) -> None:
+    def follow_decodes(self, inputs: DecodeInputs, read: Tensor, sampled: Tensor) -> None:
         """The same for a decode step to be captured."""
-        states = self._forward.mtp_over_decodes(inputs, hidden, sampled.clamp(min=0))
+        states = self._forward.mtp_over_decodes(inputs, read, sampled.clamp(min=0))
         self._keep(inputs.rows, inputs.lengths, states)
 
     def _keep(self, rows: Tensor, positions: Tensor, states: Tensor) -> None:
@@ -142,16 +144,12 @@ class MTPGuesses:
 
     def _guessed(self, rows: Tensor) -> Tensor:
         positions = self._table.lengths.index_select(0, rows)  # of the tokens sampled last
-        states = self._states.index_select(0, rows)  # [num_rows, hidden_size]
+        states = self._states.index_select(0, rows)  # [num_rows, state_size]
         kept = self._table.known[1:]  # [num_guesses, num_rows of the table]
-        guesses = [self._best(states)]
+        guesses = [self._model.best_mtp_tokens(states)]
         for passed in range(len(kept) - 1):
             states = self._forward.mtp_over_rows(rows, positions + passed, states, guesses[-1])
-            guesses.append(self._best(states))
+            guesses.append(self._model.best_mtp_tokens(states))
         found = torch.stack(guesses)
         kept.index_copy_(1, rows.long(), found)
         return found
-
-    def _best(self, states: Tensor) -> Tensor:
-        """The best tokens by the states, int32 [num_rows]."""
-        return self._model.mtp_logits(states).argmax(dim=-1).int()

@@ -11,8 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from torch import Tensor
-
 from minisgl_backend.attention.base import GroupedDecode, PagedAttention, ScheduledDecode
 from minisgl_backend.execution.adapters import CapturedAdapters
 from minisgl_backend.execution.capture import StepKind
@@ -25,6 +23,7 @@ from minisgl_backend.execution.states import CapturedChecks, CapturedRuns
 from minisgl_backend.execution.unsettled import UnsettledStep
 from minisgl_backend.kernels.checks import CheckedTokens
 from minisgl_backend.kernels.rows import StepInputs
+from minisgl_backend.models.decoder import LayersOutput
 from minisgl_backend.plan import Decodes, Groups
 from minisgl_backend.progress import Progress
 
@@ -34,7 +33,7 @@ class StepGraphs:
     """One set of graphs, with or without adapters; None for steps that are not captured."""
 
     decode: DecodeGraphs | None = None
-    chunk: ChunkGraphs | None = None
+    chunk: ChunkGraphs[LayersOutput] | None = None
 
     def __bool__(self) -> bool:
         """Whether any steps are captured."""
@@ -129,7 +128,7 @@ def _decode_graphs(
 
 def _chunk_graphs(
     stages: Stages, progress: Progress, adapters: CapturedAdapters | None
-) -> ChunkGraphs:
+) -> ChunkGraphs[LayersOutput]:
     limits = stages.limits
     sizes, max_rows, runs = limits.chunk_graph_sizes, limits.max_rows, None
     if stages.states is not None:
@@ -137,7 +136,7 @@ def _chunk_graphs(
         runs = CapturedRuns(stages.states, stages.device, room, sizes[-1])
     captured = _captured_checks(stages, sizes[-1])
 
-    def layers(inputs: ChunkInputs, kind: StepKind) -> Tensor:
+    def layers(inputs: ChunkInputs, kind: StepKind) -> LayersOutput:
         size = len(inputs.tokens)
         return stages.forward.over_chunks(
             inputs,

@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Final
 
 import numpy as np
-from torch import Tensor
 
 from minisgl_backend.execution.fitting import must_fit
 from minisgl_backend.execution.flat_batch import FlatBatch
@@ -18,6 +17,7 @@ from minisgl_backend.execution.logprobs import RawLogprobs
 from minisgl_backend.execution.mtp import MTPGuesses
 from minisgl_backend.execution.stages import Stages
 from minisgl_backend.limits import Limits
+from minisgl_backend.models.decoder import LayersOutput
 from minisgl_backend.plan import (
     NO_SNAPSHOT,
     TO_SAMPLE,
@@ -39,8 +39,8 @@ _OF_STEPS: Final = (
 class WarmUp:
     """Runs dummy steps. Raises ``ConfigError`` if the remaining memory cannot hold one."""
 
-    def __init__(self, stages: Stages, layers: Callable[[FlatBatch], Tensor]) -> None:
-        """``layers`` takes a step, and returns the residual stream after the last layer."""
+    def __init__(self, stages: Stages, layers: Callable[[FlatBatch], LayersOutput]) -> None:
+        """``layers`` enqueues the layers of a step."""
         self._stages = stages
         self._layers = layers
         limits = self._limits = stages.limits
@@ -118,8 +118,8 @@ class WarmUp:
             if num_decodes and (num_shared := last // stages.rows.page_size):
                 batch = replace(batch, groups=_one_group(num_decodes, num_shared))
             tokens = plan.chunks.tokens
-            hidden = self._layers(batch)
-            due = stages.logits_of(batch, hidden)
+            found = self._layers(batch)
+            hidden, due = found.residual, stages.logits_of(batch, found)
             if stages.model.group.size > 1:
                 stages.sample(due, all_logits=False)
             output = stages.sample(due, all_logits=True)

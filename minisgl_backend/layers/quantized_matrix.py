@@ -8,7 +8,7 @@ decides. Must not know which layers there are, or what a model consists of.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -185,6 +185,10 @@ class Matrices:
     keeps_experts: Callable[[WeightFormat], bool]
     fused: bool
     takes: Callable[[WeightFormat, int, int], bool]
+
+    def of_plain(self) -> Matrices:
+        """The same for weights that are plain in the checkpoint, and stay so."""
+        return replace(self, format_of=lambda name: None)
 
     def make(
         self,

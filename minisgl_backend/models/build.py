@@ -26,6 +26,8 @@ from minisgl_backend.layers.stored_weight import StoredWeight
 from minisgl_backend.layers.weight_place import FLOATS, collect_places
 from minisgl_backend.models.checkpoint import WeightHeader, weight_files
 from minisgl_backend.models.decoder import Decoder
+from minisgl_backend.models.eagle import DraftedTokens, EagleLayer
+from minisgl_backend.models.eagle_checkpoint import EAGLE_NAMES, EAGLE_NEEDLESS
 from minisgl_backend.models.kv_scales import is_kv_scale
 from minisgl_backend.models.spec import ModelSpec
 from minisgl_backend.models.tensor_names import StoredAs
@@ -36,6 +38,8 @@ from minisgl_backend.weight_format import CONVERT_TO_FP8, Layout, WeightFormat, 
 
 logger = logging.getLogger(__name__)
 
+_EAGLE: Final = "eagle."
+"""How the names of places of an EAGLE-3 layer begin, which is a checkpoint of its own."""
 _EXPERT: Final = re.compile(r".+\.experts\.\d+(?=\.)")
 
 
@@ -48,6 +52,7 @@ def build_model(
     group: Group,
     load_format: str = "auto",
     max_sequence_length: int | None = None,
+    eagle: Path | None = None,
     seed: int = 0,
     fused: bool | None = None,
     fused_experts: bool | None = None,
@@ -61,6 +66,7 @@ def build_model(
 
     ``load_format`` ``auto`` reads safetensors; ``dummy`` makes random weights from ``seed`` and
     reads none. ``max_sequence_length`` bounds the positions, by default to the model's context.
+    ``eagle`` is the folder of an EAGLE-3 layer, if the spec has one.
     ``fused`` and ``fused_experts``: computed by this package's kernels, by default on a GPU.
     ``whole_experts``: each rank has some of a layer's experts, rather than a slice of each.
     ``keep_quantized``: quantized weights stay quantized, on a GPU for this package's kernels, on a
@@ -91,13 +97,17 @@ def build_model(
     if load_format == "dummy":
         fill_random(collect_places(model), seed, dtype)
     elif load_format == "auto":
+        places = collect_places(model)
         load_weights(
-            collect_places(model),
+            {name: places[name] for name in places if not name.startswith(_EAGLE)},
             folder,
             names=spec.names,
             is_ignored=_has_no_place(model),
             progress=progress,
         )
+        if model.eagle is not None:
+            assert eagle is not None
+            _load_eagle(model.eagle, eagle, progress)
     else:
         raise ConfigError(f"load_format must be auto or dummy, got {load_format!r}")
     for module in model.modules():
@@ -107,6 +117,21 @@ def build_model(
         _log_quantized(model, spec.weights, dtype)
     model.set_positions(max_sequence_length or spec.context, device)
     return model.eval()
+
+
+def _load_eagle(layer: EagleLayer, folder: Path, progress: Progress) -> None:
+    """Fill the layer from its own checkpoint. Raises ``ConfigError``, which says that it is this
+    one."""
+    try:
+        load_weights(
+            collect_places(layer),
+            folder,
+            names=EAGLE_NAMES,
+            is_ignored=lambda name: name in EAGLE_NEEDLESS,
+            progress=progress,
+        )
+    except ConfigError as error:
+        raise ConfigError(f"option speculative_mtp_model: {error}") from error
 
 
 def _has_no_place(model: Decoder) -> Callable[[str], bool]:
@@ -202,7 +227,10 @@ def _check_blocks(form: WeightFormat, stored: StoredAs) -> None:
 
 
 def _cast(module: nn.Module, dtype: torch.dtype) -> None:
-    """Give the parameters ``dtype``; a matrix itself decides which of its parameters get it."""
+    """Give the parameters ``dtype``, unless they are token ids; a matrix itself decides which of
+    its parameters get it."""
+    if isinstance(module, DraftedTokens):
+        return
     if isinstance(module, (Matrix, StoredWeight, Router)):
         module.cast(dtype)
         return
@@ -228,7 +256,9 @@ def _lay_out(model: Decoder, device: torch.device) -> None:
     for module in model.modules():
         if isinstance(module, (MergedColumnLinear, RowLinear)):
             module.matrix.lay_out(device)
-        elif isinstance(module, HeadNorm) and not module.weighted:
+        elif isinstance(module, DraftedTokens) or (
+            isinstance(module, HeadNorm) and not module.weighted
+        ):
             module.reset()
     # after the linear layers: those of a shared expert may move into the memory of the others
     for module in model.modules():

@@ -34,6 +34,7 @@ _SINGLE: Final = "model.safetensors"
 _LENGTH: Final = struct.Struct("<Q")
 _MOST_HEADER_BYTES: Final = 100_000_000
 """The format's own limit."""
+_EMBEDDING: Final = "model.embed_tokens.weight"
 _MOST_NAME: Final = 255
 """Characters of a file's name."""
 _COMPARED_AT_ONCE: Final = 2**20
@@ -95,17 +96,35 @@ def head_and_embedding(folder: Path, names: TensorNames) -> Literal["own", "alon
     not the embedding once more, ``alone`` if there is no embedding beside it."""
     if not _has_weights(folder):
         return None
-    found: dict[str, tuple[Path, TensorHeader]] = {}
-    for path, held in tensor_files(folder).items():
-        for name, header in held.items():
-            for weight, _ in names.weights(name, header.shape):
-                found[weight] = path, header
-    head, embedding = found.get("lm_head.weight"), found.get("model.embed_tokens.weight")
+    found = _located_weights(folder, names)
+    head, embedding = found.get("lm_head.weight"), found.get(_EMBEDDING)
     if head is None:
         return None
     if embedding is None:
         return "alone"
     return None if _are_equal(head, embedding) else "own"
+
+
+def has_embedding_of_its_own(
+    folder: Path, names: TensorNames, model: Path, names_of_model: TensorNames
+) -> bool:
+    """Whether a checkpoint for guesses has an embedding that is not that of the ``model`` once
+    more."""
+    own = _located_weights(folder, names).get(_EMBEDDING)
+    if own is None:
+        return False
+    others = _located_weights(model, names_of_model).get(_EMBEDDING)
+    return others is None or not _are_equal(own, others)
+
+
+def _located_weights(folder: Path, names: TensorNames) -> dict[str, tuple[Path, TensorHeader]]:
+    """The decoder's weights, by its names, each with its file and the tensor that holds it."""
+    found: dict[str, tuple[Path, TensorHeader]] = {}
+    for path, held in tensor_files(folder).items():
+        for name, header in held.items():
+            for weight, _ in names.weights(name, header.shape):
+                found[weight] = path, header
+    return found
 
 
 def _are_equal(one: tuple[Path, TensorHeader], other: tuple[Path, TensorHeader]) -> bool:

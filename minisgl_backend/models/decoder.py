@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeAlias, cast
 
@@ -44,9 +45,10 @@ from minisgl_backend.models.decoder_layers import (
     SinglePartLayer,
     residual_norm,
 )
+from minisgl_backend.models.eagle import EagleLayer
 from minisgl_backend.models.gemma4_layer import Gemma4Layer, LayerInputsMaker
 from minisgl_backend.models.latent_attention import LatentAttention
-from minisgl_backend.models.mtp import MTPLayer
+from minisgl_backend.models.mtp import GuessingLayer, MTPLayer
 from minisgl_backend.models.recurrent_mixer import RecurrentMixer
 from minisgl_backend.models.rope import query_scales, rotary_table
 from minisgl_backend.models.spec import ModelSpec
@@ -67,6 +69,19 @@ Layer: TypeAlias = (
 )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class LayersOutput:
+    """What the layers return of a step's tokens.
+
+    ``residual`` [num_tokens, hidden_size] is the residual stream after the last layer, not
+    normalized. ``for_mtp`` is what an MTP layer reads: the same, or the stream before each of its
+    ``sources``, side by side [num_tokens, number of sources * hidden_size].
+    """
+
+    residual: Tensor
+    for_mtp: Tensor
+
+
 class _Body(nn.Module):
     """The modules whose names in the checkpoint begin with ``model.``."""
 
@@ -76,7 +91,7 @@ class _Body(nn.Module):
             "model.embed_tokens", spec.vocab_size, spec.hidden_size, group=group, matrices=matrices
         )
         self.layers = nn.ModuleList(
-            _layer(spec, layer, group, matrices, experts) for layer in spec.all_layers
+            _layer(spec, layer, group, matrices, experts) for layer in spec.own_layers
         )
         self.layer_inputs: LayerInputsMaker | None = None
         if spec.layer_inputs is not None:
@@ -122,6 +137,9 @@ class Decoder(nn.Module):
             self.lm_head = OutputHead(
                 "lm_head", spec.vocab_size, spec.hidden_size, group=group, matrices=matrices
             )
+        self.eagle: EagleLayer | None = None
+        if spec.eagle is not None:
+            self.eagle = EagleLayer(spec, spec.eagle, group, matrices)
         self._rotary_tables: list[Tensor] = []  # each float32[num_positions, rotary dimensions]
         # layers differ in their rotary table, and in whether they have a window and growing queries
         self._places: list[tuple[int, bool, bool]] = []
@@ -137,7 +155,7 @@ class Decoder(nn.Module):
 
     @property
     def layers(self) -> list[Layer]:
-        """All layers; the last one may be an MTP layer."""
+        """All layers of the checkpoint; the last one may be an MTP layer."""
         return cast("list[Layer]", list(self.model.layers))
 
     @property
@@ -146,9 +164,9 @@ class Decoder(nn.Module):
         return self.layers[: self.spec.num_layers]
 
     @property
-    def mtp(self) -> MTPLayer | None:
-        """The MTP layer, if it is loaded."""
-        return cast(MTPLayer, self.layers[-1]) if self.spec.has_mtp_layer else None
+    def mtp(self) -> MTPLayer | EagleLayer | None:
+        """The layer that guesses, if one is loaded: the MTP layer, or what takes its place."""
+        return cast(MTPLayer, self.layers[-1]) if self.spec.has_mtp_layer else self.eagle
 
     @property
     def head(self) -> OutputHead:
@@ -162,6 +180,8 @@ class Decoder(nn.Module):
                 if isinstance(module, Matrix):
                     module.pack()
         self.head.matrix.pack(keep=self.spec.tie_embeddings)
+        if self.eagle is not None:
+            self.eagle.pack()
         for module in self.modules():
             # as plain attributes, since nn.Module's lookup takes as long as a small operation
             vars(module).update(module.named_parameters(recurse=False))
@@ -187,7 +207,7 @@ class Decoder(nn.Module):
 
     def bind_pages(self, pages: Sequence[PagedKV]) -> None:
         """Give each layer with attention the pages of its keys and values."""
-        for module in self.model.layers.modules():
+        for module in self.modules():
             if isinstance(module, (SelfAttention, LatentAttention)):
                 module.bind(pages[module.layer])
 
@@ -235,8 +255,8 @@ class Decoder(nn.Module):
         adapted: AdaptedTokens | None = None,
         *,
         window_slots: Tensor | None = None,
-    ) -> Tensor:
-        """The residual stream after the last layer, [num_tokens, hidden_size], not normalized.
+    ) -> LayersOutput:
+        """The residual stream after the last layer, and what an MTP layer reads of it.
 
         ``tokens``, ``positions`` and ``slots`` are int32 or int64 [num_tokens]. ``recurrent`` is
         needed if a layer has recurrent states. ``adapted``: the tokens by adapter, if any uses one;
@@ -269,35 +289,62 @@ class Decoder(nn.Module):
             )
             for table, in_window, grows in self._places
         ]
+        read, parts = residual, dict[int, Tensor]()
+        if self.mtp is not None and (sources := self.mtp.sources):
+            read = residual.new_empty(len(residual), len(sources) * spec.hidden_size)
+            parts = dict(zip(sources, read.tensor_split(len(sources), dim=1), strict=True))
         next_norms = [layer.first_norm for layer in layers[1:]] + [self.model.norm]
         for index, (layer, norm) in enumerate(zip(layers, next_norms, strict=True)):
+            if index in parts:
+                self._keep_stream(residual, parts[index])
             with nullcontext() if self.mark is None else self.mark(f"layer {index}"):
                 residual, x = layer(residual, x, norm, steps[self._places_of[index]])
-        return residual
+        if len(layers) in parts:
+            self._keep_stream(residual, parts[len(layers)])
+        return LayersOutput(residual, read if parts else residual)
+
+    def _keep_stream(self, residual: Tensor, out: Tensor) -> None:
+        """Copy the residual stream of the publisher's model, which later layers overwrite."""
+        if (scale := self.spec.stream_scale) == 1.0:
+            out.copy_(residual)
+        else:
+            torch.mul(residual, scale, out=out)
+
+    def first_mtp_states(self, read: Tensor) -> Tensor:
+        """The states that the MTP layer's first pass takes, [num_tokens, state_size], from
+        ``LayersOutput.for_mtp``. They are finite: no sampled token would show NaN in the layer's
+        keys and values (``cache.kv``)."""
+        return self._guessing.first_states(read, self.model.norm)
 
     def forward_mtp(
-        self, tokens: Tensor, hidden: Tensor, positions: Tensor, slots: Tensor, attend: Attend
+        self, tokens: Tensor, states: Tensor, positions: Tensor, slots: Tensor, attend: Attend
     ) -> Tensor:
-        """The hidden states of the MTP layer, normalized, [num_tokens, hidden_size].
+        """The MTP layer's states, [num_tokens, state_size].
 
-        ``hidden`` [num_tokens, hidden_size] are normalized states of the ``positions``: the
-        model's (``normed``) or, of a position that follows a guess, this layer's. ``tokens`` are
-        those after the positions; the result predicts the ones after these. Keys and values of
-        the layer go to ``slots``. The shapes are those of ``forward``.
+        ``states``, of the same shape, are those of the ``positions``: made of what the layers
+        return (``first_mtp_states``) or, of a position that follows a guess, this layer's. They may
+        be overwritten. ``tokens`` are those after the positions; the result predicts the ones after
+        these. Keys and values of the layer go to ``slots``. The shapes are those of ``forward``.
         """
-        mtp = self.mtp
-        assert mtp is not None
-        table, _, _ = self._places[self._places_of[self.spec.num_layers]]
+        mtp, layer = self._guessing, self.spec.num_layers
+        table, _, _ = self._places[self._places_of[layer]]
+        rope = self.spec.rope_of(layer)
         places = TokenPlaces(
-            positions, slots, self._rotary_tables[table], self.spec.rope.interleaved
+            positions, slots, self._rotary_tables[table], rope is not None and rope.interleaved
         )
-        embedded = self.model.embed_tokens(tokens)
+        embedded = (mtp.embedding or self.model.embed_tokens)(tokens)
         with nullcontext() if self.mark is None else self.mark("MTP layer"):
-            return mtp.states(embedded, hidden, StepContext(places, attend, pdl=False))
+            return mtp.states(embedded, states, StepContext(places, attend, pdl=False))
 
-    def mtp_logits(self, hidden: Tensor) -> Tensor:
-        """The logits of normalized states, [num_rows, hidden_size] -> [num_rows, vocab_size]."""
-        return self.head.gathered(self.head.part(Normed(hidden)))
+    def best_mtp_tokens(self, states: Tensor) -> Tensor:
+        """The likeliest tokens by the MTP layer's states, int32[num_rows]."""
+        return self._guessing.best_tokens(states, self.head).int()
+
+    @property
+    def _guessing(self) -> GuessingLayer:
+        """The MTP layer, which must be loaded."""
+        assert self.mtp is not None
+        return self.mtp
 
     def _embedded(self, tokens: Tensor) -> tuple[Tensor, Normed]:
         """The residual stream before the layers, [num_tokens, hidden_size], and its first norm, if

@@ -72,15 +72,15 @@ def use_tensor_cores(model: Decoder, device: torch.device) -> None:
         )
         and all(_fits(linear, gate) for linear, gate in in_layers)
     )
+    kernels_for = functools.cache(functools.partial(make, device))
     if are_whole:
         linears_of = [[linear for linear, _ in _within(layer)] for layer in model.layers]
         most_tokens = min(_largest_batch(linears, linears) for linears in linears_of)
         if most_tokens:
             model.use_tensor_cores(make(device, most_tokens))
         if model.mtp is not None:
-            _use_separately(model.mtp.eh_proj, functools.partial(make, device))
+            _use_separately(model.mtp.apart, kernels_for)
         return
-    kernels_for = functools.cache(functools.partial(make, device))
     batches = [_use_separately(layer, kernels_for) for layer in model.main_layers]
     if model.mtp is not None:
         _use_separately(model.mtp, kernels_for)

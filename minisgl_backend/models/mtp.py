@@ -4,13 +4,18 @@ Position i takes the model's normalized hidden state of position i and the embed
 Its result, normalized, predicts token i + 2; it may take the place of the model's hidden state at
 position i + 1, which so predicts one more token. Modules have the names of GLM's and DeepSeek's
 checkpoints. Must not know where hidden states and tokens come from.
+
+``GuessingLayer`` is what the layer has in common with others that guess in its place (``eagle``).
 """
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor, nn
 
+from minisgl_backend.layers.embedding import OutputHead, VocabEmbedding
 from minisgl_backend.layers.linear import RowLinear
 from minisgl_backend.layers.norm import Normed, RMSNorm
 from minisgl_backend.layers.quantized_matrix import Matrices
@@ -20,9 +25,43 @@ from minisgl_backend.models.token_mixing import StepContext
 from minisgl_backend.parallel.group import Group
 
 
+class GuessingLayer(Protocol):
+    """A layer that guesses: states of its own, from which it makes the best next tokens.
+
+    It reads the model's residual stream before the layers ``sources``, or behind the last one if
+    there are none. States are [num_tokens, ``state_size``].
+    """
+
+    sources: tuple[int, ...]
+    state_size: int
+
+    @property
+    def embedding(self) -> VocabEmbedding | None:
+        """The layer's own embedding; None if it takes the model's."""
+
+    @property
+    def apart(self) -> nn.Module:
+        """The part that the kernels for whole layers of the model do not know."""
+
+    def first_states(self, read: Tensor, norm: RMSNorm) -> Tensor:
+        """The states that the first pass takes, all finite. ``read`` is [num_tokens, hidden_size]
+        or, with sources, that many times as wide; then it may be overwritten. ``norm`` is the
+        model's final one."""
+
+    def states(self, embedded: Tensor, states: Tensor, step: StepContext) -> Tensor:
+        """The next states, from embeddings of tokens and from ``states`` of the positions before
+        them, which may be overwritten."""
+
+    def best_tokens(self, states: Tensor, head: OutputHead) -> Tensor:
+        """The likeliest tokens by the states; ``head`` is the model's."""
+
+
 class MTPLayer(DecoderLayer):
-    """The layer, with what joins its inputs, and with a final norm. The ranks split the inputs of
-    the projection that joins them."""
+    """The layer, with what joins its inputs, and with a final norm (``GuessingLayer``). The ranks
+    split the inputs of the projection that joins them. States are normalized."""
+
+    sources: tuple[int, ...] = ()
+    embedding: VocabEmbedding | None = None
 
     def __init__(
         self,
@@ -33,6 +72,7 @@ class MTPLayer(DecoderLayer):
         experts: MakeExperts,
     ):
         super().__init__(spec, layer, group, matrices, experts)
+        self.state_size = spec.hidden_size
         self.enorm = residual_norm(spec)
         self.hnorm = residual_norm(spec)
         self.eh_proj = RowLinear(
@@ -45,11 +85,16 @@ class MTPLayer(DecoderLayer):
         )
         self.shared_head = _Head(residual_norm(spec))
 
-    def states(self, embedded: Tensor, hidden: Tensor, step: StepContext) -> Tensor:
-        """The layer's hidden states, normalized, from embeddings of tokens and from normalized
-        hidden states of the positions before them; each [num_tokens, hidden_size]."""
+    @property
+    def apart(self) -> nn.Module:
+        return self.eh_proj
+
+    def first_states(self, read: Tensor, norm: RMSNorm) -> Tensor:
+        return Normed(read, norm).normalized(pdl=False).nan_to_num_()
+
+    def states(self, embedded: Tensor, states: Tensor, step: StepContext) -> Tensor:
         pdl, norm = step.pdl, self.shared_head.norm
-        pair = Normed(embedded, self.enorm), Normed(hidden, self.hnorm)
+        pair = Normed(embedded, self.enorm), Normed(states, self.hnorm)
         joined = torch.cat([x.normalized(pdl=pdl) for x in pair], dim=1)
         ins = self.eh_proj.matrix.ins
         own = joined[:, ins.start : ins.end].contiguous()
@@ -57,6 +102,9 @@ class MTPLayer(DecoderLayer):
         _, x = self(residual, Normed(residual, self.input_layernorm), norm, step)
         assert isinstance(x, Normed)
         return x.normalized(pdl=pdl)
+
+    def best_tokens(self, states: Tensor, head: OutputHead) -> Tensor:
+        return head.gathered(head.part(Normed(states))).argmax(dim=-1)
 
 
 class _Head(nn.Module):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import ClassVar, Final, Literal, TypeAlias
 
 from minisgl_backend.attention.base import AttentionShape, ExpandedHeads, LayerHeads
@@ -388,6 +389,61 @@ class MTPSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EagleSpec:
+    """An EAGLE-3 layer (arXiv 2503.01840), from a checkpoint of its own: it guesses tokens of a
+    model whose hidden size is ``target_size``.
+
+    ``layer`` is a model of this layer alone; its ``vocab_size`` is that of the model, and the
+    output head has ``num_drafted`` tokens of it. The layer reads the model's residual stream before
+    each of the layers ``sources``, where the number of layers stands for its end; None: where
+    publishers take it by default. With ``norm_before_fc`` all that it reads is normalized together,
+    with ``fc_norm`` the stream of each place by itself, before its state is made of it. With
+    ``norm_before_residual`` the layer adds to its normalized state, not to the state itself; with
+    ``norm_output`` the next state is its normalized output. Without ``own_embedding`` it takes the
+    model's.
+    """
+
+    layer: ModelSpec
+    target_size: int
+    num_drafted: int
+    sources: tuple[int, ...] | None = None
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_before_residual: bool = False
+    norm_output: bool = False
+    own_embedding: bool = False
+
+    def sources_in(self, num_layers: int) -> tuple[int, ...]:
+        """``sources`` in a model with this number of layers; raises ``ConfigError`` if there are
+        none such."""
+        found = self.sources or (2, num_layers // 2, num_layers - 3)
+        is_ascending = all(one < other for one, other in pairwise(found))
+        if not (is_ascending and found[0] >= 0 and found[-1] <= num_layers):
+            raise ConfigError(
+                f"the EAGLE-3 layer reads the residual stream before the layers "
+                f"{', '.join(map(str, found))}, which must be in ascending order and at most "
+                f"{num_layers}, the number of the model's layers"
+            )
+        return found
+
+    @property
+    def num_active_parameters(self) -> int:
+        """How many weights of the layer a token is multiplied by."""
+        size, heads = self.layer.hidden_size, self.layer.heads_of(0)
+        # queries, keys and values are also made of the embedding
+        of_embedding = size * heads.head_dim * (heads.num_heads + 2 * heads.num_kv_heads)
+        num_sources = 3 if self.sources is None else len(self.sources)
+        inputs = num_sources * self.target_size * size
+        return self.layer.num_active_parameters + of_embedding + inputs
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of weights, without biases and norms."""
+        num_rows = self.num_drafted + self.own_embedding * self.layer.vocab_size
+        return self.num_active_parameters + num_rows * self.layer.hidden_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """A decoder-only language model.
 
@@ -437,7 +493,8 @@ class ModelSpec:
 
     ``mtp`` describes the MTP layer of the checkpoint, if it has one that is supported; ``no_mtp``
     says why it has none. It is not part of the model unless ``has_mtp_layer`` (``with_mtp``); then
-    its index is ``num_layers``, and it has an entry in whatever has one per layer.
+    its index is ``num_layers``, and it has an entry in whatever has one per layer. ``eagle`` is an
+    EAGLE-3 layer in place of it (``with_eagle``).
     """
 
     architecture: str
@@ -496,6 +553,7 @@ class ModelSpec:
     mtp: MTPSpec | None = None
     no_mtp: str = "has no MTP layer that is supported"
     has_mtp_layer: bool = False
+    eagle: EagleSpec | None = None
     eos_token_ids: frozenset[int] = field(default_factory=frozenset)
 
     def __post_init__(self) -> None:
@@ -535,7 +593,10 @@ class ModelSpec:
         experts.
         """
         if self.mtp is None:
-            raise ConfigError(f"{self.architecture} {self.no_mtp} (speculative_mtp_tokens)")
+            raise ConfigError(
+                f"{self.architecture} {self.no_mtp} (speculative_mtp_tokens); "
+                "speculative_mtp_model takes an EAGLE-3 layer that was made for the model"
+            )
         assert not (self.has_mtp_layer or self.single_parts or self.parallel_mixers)
         assert not (self.ropes or self.heads or self.intermediate_sizes or self.kv_sources)
         assert self.norms == "before" and not (self.parallel_parts or self.centered_norms)
@@ -550,9 +611,48 @@ class ModelSpec:
         windows = (*self.windows, None)
         return replace(self, has_mtp_layer=True, windows=windows, moe=moe, names=names)
 
+    def with_eagle(self, eagle: EagleSpec) -> ModelSpec:
+        """The same model with an EAGLE-3 layer; raises ``ConfigError`` if they do not fit."""
+        assert not self.has_mtp_layer
+        own, last = eagle.layer, self.num_layers
+        reasons = {
+            "latent attention, beside which the layer has no pages": self.latent is not None,
+            "bounded attention scores, which the layer does not know": self.score_cap != 0,
+            "sections of attention, with which the layer was not tried": self.sections,
+            "no output head": not self.generates,
+            f"{self.vocab_size} tokens, and the layer {own.vocab_size} (vocab_size)": (
+                own.vocab_size != self.vocab_size
+            ),
+            f"a hidden_size of {self.hidden_size}, and the layer was made for "
+            f"{eagle.target_size}": eagle.target_size != self.hidden_size,
+        }
+        for reason, is_one in reasons.items():
+            if is_one:
+                raise ConfigError(f"option speculative_mtp_model: {self.architecture} has {reason}")
+        eagle.sources_in(last)
+        heads, ropes = self.heads, self.ropes
+        if heads or own.heads_of(0) != self._same_heads:
+            heads = (*(self.heads_of(layer) for layer in range(last)), own.heads_of(0))
+        if ropes or own.rope != self.rope:
+            ropes = (*(self.rope_of(layer) for layer in range(last)), own.rope)
+        return replace(
+            self,
+            eagle=eagle,
+            windows=(*self.windows, None),
+            heads=heads,
+            ropes=ropes,
+            kv_sources=(*self.kv_sources, last) if self.kv_sources else (),
+            single_parts=(*self.single_parts, "mixer") if self.single_parts else (),
+        )
+
     @property
     def all_layers(self) -> range:
-        """The indices of all layers, the MTP layer's included."""
+        """The indices of all layers, those of an MTP or EAGLE-3 layer included."""
+        return range(self.num_layers + (self.has_mtp_layer or self.eagle is not None))
+
+    @property
+    def own_layers(self) -> range:
+        """The indices of the layers that the model's own checkpoint has."""
         return range(self.num_layers + self.has_mtp_layer)
 
     @property
@@ -643,13 +743,17 @@ class ModelSpec:
         if (inputs := self.layer_inputs) is not None:
             tables = self.num_layers * inputs.size * inputs.vocab_size
         embeddings = (1 if self.tie_embeddings else 2) * self.vocab_size * self.hidden_size
+        if self.eagle is not None:
+            embeddings += self.eagle.num_parameters - self.eagle.num_active_parameters
         return self.num_active_parameters + inactive + tables + embeddings
 
     @property
     def num_active_parameters(self) -> int:
         """How many weights of the layers a token is multiplied by."""
         mixers = 2 * self.hidden_size**2 if self.has_mtp_layer else 0  # its projection of inputs
-        for layer in self.all_layers:
+        if self.eagle is not None:
+            mixers += self.eagle.num_active_parameters
+        for layer in self.own_layers:
             if not self.attends(layer):
                 continue
             if self.latent is not None:
@@ -670,7 +774,7 @@ class ModelSpec:
             experts = len(self.moe.layers) * of_layer
         widths = (
             self.intermediate_size_of(layer)
-            for layer in self.all_layers
+            for layer in self.own_layers
             if self.has_part(layer, "feed-forward") and layer not in with_experts
         )
         mlp = (2 if self.gate is None else 3) * sum(widths) * self.hidden_size

@@ -71,15 +71,16 @@ class StepContext:
 
     ``places``: positions of the tokens, and slots of their keys and values. ``pdl``: kernels may
     start before their predecessors have ended (``kernels``). The rotated queries are multiplied by
-    ``query_scale`` [num_tokens, 1, 1], which has their type. ``recurrent`` is None if no layer has
-    recurrent states. ``adapted``: the tokens by adapter, if any uses one. ``layer_inputs``
-    [num_tokens, num_layers, size] are what layers read besides the residual stream.
+    ``query_scale``, a number or a tensor [num_tokens, 1, 1] of their type. ``recurrent`` is None if
+    no layer has recurrent states. ``adapted``: the tokens by adapter, if any uses one.
+    ``layer_inputs`` [num_tokens, num_layers, size] are what layers read besides the residual
+    stream.
     """
 
     places: TokenPlaces
     attend: Attend
     pdl: bool
-    query_scale: Tensor | None = None
+    query_scale: Tensor | float | None = None
     recurrent: RecurrentRows | None = None
     adapted: AdaptedTokens | None = None
     layer_inputs: Tensor | None = None
@@ -104,11 +105,22 @@ class SelfAttention(nn.Module):
 
     kv: PagedKV
 
-    def __init__(self, spec: ModelSpec, layer: int, group: Group, matrices: Matrices):
+    def __init__(
+        self,
+        spec: ModelSpec,
+        layer: int,
+        group: Group,
+        matrices: Matrices,
+        *,
+        in_features: int | None = None,
+        place: int | None = None,
+    ):
+        """``in_features``: the size of inputs, by default that of the residual stream. ``place``:
+        the layer's index among those with pages, if these are not ``spec``'s alone."""
         super().__init__()
         source, of_layer, rope = spec.kv_source(layer), spec.heads_of(layer), spec.rope_of(layer)
         of_rank = of_layer.of_rank(group.size)
-        self.layer = spec.attention_layers.index(source)
+        self.layer = spec.attention_layers.index(source) if place is None else place
         self.num_heads, self.num_kv_heads = of_rank.num_heads, of_rank.num_kv_heads
         self.head_dim = head_dim = of_layer.head_dim
         queries = even_share(of_layer.num_heads * head_dim, group, "the attention heads' outputs")
@@ -122,7 +134,7 @@ class SelfAttention(nn.Module):
         parts = _projections(spec, layer, queries, keys)
         hidden_size, name = spec.hidden_size, f"model.layers.{layer}.self_attn"
         self.qkv_proj = MergedColumnLinear(
-            name, hidden_size, parts, bias=spec.qkv_bias, matrices=matrices
+            name, in_features or hidden_size, parts, bias=spec.qkv_bias, matrices=matrices
         )
         self.o_proj = RowLinear(
             f"{name}.o_proj",

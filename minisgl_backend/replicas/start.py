@@ -59,10 +59,12 @@ def start_replicas(options: EngineOptions, module: str) -> ReplicatedEngine:
 
 def _of_replica(options: EngineOptions, folder: Path, device: str) -> EngineOptions:
     """The options that each replica gets."""
+    layer = options.speculative_mtp_model
     return replace(
         options,
-        # the replicas use the folder and the device that were chosen here
+        # the replicas use the folders and the device that were chosen here
         model=str(folder),
+        speculative_mtp_model=layer and str(resolve_model(layer, options.model_source)),
         device=device,
         # the parent keeps the limits of the queue, whichever replica a request waits at
         max_queued_requests=(options.data_parallel_size - 1) * options.max_running_requests

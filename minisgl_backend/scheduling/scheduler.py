@@ -100,7 +100,7 @@ class SchedulerConfig:
     (0 for none) and ``speculative_max_requests`` limit ``guesses``, and
     ``speculative_recent_tokens`` is the size of ``lookup.RecentAnswers``. ``mtp_tokens`` is the
     number of tokens that the model's MTP layer guesses for a row, 0 without such a layer. No model
-    has both states and sections, or an MTP layer and sections or windows.
+    has both states and sections, or an MTP layer and sections.
     """
 
     max_running_requests: int = 256
@@ -142,7 +142,7 @@ class Scheduler:
         self._counters = counters or Counters(num_checks_by_right=[0] * (1 + config.most_guessed))
         places = AdapterPlaces(config.num_adapter_slots)
         if config.mtp_tokens:
-            assert config.section is None and cache.windows is None
+            assert config.section is None
         recent: RecentAnswers | None = None
         if config.most_guessed:
             looks_up = config.speculative_tokens > 0

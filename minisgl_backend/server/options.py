@@ -61,11 +61,13 @@ def located(options: EngineOptions) -> EngineOptions:
     source = options.model_source
     model = str(resolve_model(options.model, source).resolve())
     tokenizer = options.tokenizer and str(resolve_tokenizer(options.tokenizer, source).resolve())
+    layer = options.speculative_mtp_model
     modules = adapter_paths(replace(options, multi_lora=None))
     return replace(
         options,
         model=model,
         tokenizer=tokenizer,
+        speculative_mtp_model=layer and str(resolve_model(layer, source).resolve()),
         lora_modules=",".join(f"{n}={Path(path).resolve()}" for n, path in modules.items()) or None,
         multi_lora=options.multi_lora and str(Path(options.multi_lora).resolve()),
         node_secret_file=options.node_secret_file and str(Path(options.node_secret_file).resolve()),

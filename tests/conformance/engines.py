@@ -31,6 +31,7 @@ from minisgl_backend.models.adapter_slots import AdapterSlots
 from minisgl_backend.models.build import build_model
 from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.models.decoder import Decoder
+from minisgl_backend.models.eagle_checkpoint import load_eagle
 from minisgl_backend.parallel.group import Group, OneRank
 from minisgl_backend.plan import Pending, StepPlan
 from minisgl_backend.request import (
@@ -59,14 +60,20 @@ def load_model(
     fused: bool = False,
     keep_quantized: bool = False,
     mtp: bool = False,
+    eagle: Path | None = None,
     group: Group | None = None,
 ) -> Decoder:
-    """The checkpoint on the CPU, perhaps with its MTP layer; if ``fused``, computed by the twins of
-    a GPU's kernels."""
+    """The checkpoint on the CPU, perhaps with its MTP layer, or with the EAGLE-3 layer in the
+    folder ``eagle``; if ``fused``, computed by the twins of a GPU's kernels."""
     spec = load_spec(folder)
+    if mtp:
+        spec = spec.with_mtp()
+    if eagle is not None:
+        spec = spec.with_eagle(load_eagle(eagle, spec, folder, has_weights=True))
     return build_model(
-        spec.with_mtp() if mtp else spec,
+        spec,
         folder,
+        eagle=eagle,
         dtype=dtype,
         device=torch.device("cpu"),
         group=group or OneRank(),

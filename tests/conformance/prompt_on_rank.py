@@ -16,7 +16,7 @@ from minisgl_backend.execution.storage import KVStorage
 from minisgl_backend.kernels.delta_runs import Run, Runs
 from minisgl_backend.kernels.paged_kv import PagedKV
 from minisgl_backend.models.build import build_model
-from minisgl_backend.models.decoder import Decoder
+from minisgl_backend.models.decoder import Decoder, LayersOutput
 from minisgl_backend.models.spec import ModelSpec
 from minisgl_backend.models.token_mixing import RecurrentRows
 from minisgl_backend.parallel.group import Group
@@ -36,8 +36,15 @@ class PromptOnRank:
 
     @classmethod
     def load(
-        cls, spec: ModelSpec, folder: Path, group: Group, *, whole_experts: bool = False
+        cls,
+        spec: ModelSpec,
+        folder: Path,
+        group: Group,
+        *,
+        whole_experts: bool = False,
+        eagle: Path | None = None,
     ) -> PromptOnRank:
+        """``eagle`` is the folder of an EAGLE-3 layer, if the spec has one."""
         shape = spec.attention_shape(group.size)
         model = build_model(
             spec,
@@ -47,6 +54,7 @@ class PromptOnRank:
             group=group,
             max_sequence_length=CONTEXT,
             whole_experts=whole_experts,
+            eagle=eagle,
         )
         setting = AttentionSetting(
             shape=shape,
@@ -77,13 +85,17 @@ class PromptOnRank:
 
     def residual(self, tokens: Tensor) -> Tensor:
         """The residual stream of a prompt."""
+        return self.output(tokens).residual
+
+    def output(self, tokens: Tensor) -> LayersOutput:
+        """What the layers return of a prompt."""
         length, recurrent = len(tokens), None
         if self.model.spec.recurrent is not None:
             runs = Runs.of([Run(0, length, 0, position=0)], torch.from_numpy)
             recurrent = RecurrentRows(torch.empty(0, dtype=torch.int64), runs)
         places = torch.arange(length)
-        residual: Tensor = self.model(tokens, places, places, self.attend(0, length), recurrent)
-        return residual
+        output: LayersOutput = self.model(tokens, places, places, self.attend(0, length), recurrent)
+        return output
 
     def mtp_states(self, tokens: Tensor, hidden: Tensor, start: int) -> Tensor:
         """The states of the MTP layer at the positions from ``start`` on."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -22,11 +23,13 @@ from torch import Tensor
 from minisgl_backend.attention import choose
 from minisgl_backend.device.cpu import CpuDevice
 from minisgl_backend.execution.sampling import StepLogits, StepOutput
+from minisgl_backend.models.decoder import LayersOutput
 from minisgl_backend.parallel.group import Group
 from minisgl_backend.plan import Pending, StepPlan, decode_plan, encode_plan
 from minisgl_backend.request import IntArray, SamplingParams
 from minisgl_bench.decode import graph_facts
 from tests.conformance.checkpoints import CONTEXT, VOCAB_SIZE, write_checkpoint
+from tests.conformance.eagle_checkpoints import PREDICTABLE, write_eagle_checkpoint
 from tests.conformance.engines import (
     TinyEngine,
     load_model,
@@ -96,7 +99,14 @@ def _tensors(output: object) -> list[Tensor]:
     if isinstance(output, StepOutput):
         return [output.tokens, output.logits]
     if isinstance(output, StepLogits):
-        return [output.logits, *output.samples]
+        follow: Any = output.follow
+        of_mtp = []
+        if follow is not None:
+            step, read = follow.args
+            of_mtp = [step.positions, step.slots, read]
+        return [output.logits, *output.samples, *of_mtp]
+    if isinstance(output, LayersOutput):
+        return [output.residual, output.for_mtp]
     assert isinstance(output, Tensor)
     return [output]
 
@@ -159,7 +169,7 @@ def test_tokens_equal_those_of_launched_steps(
             [entry.logprob for entry in one], [entry.logprob for entry in other], atol=1e-3
         )
     assert not replays[0]
-    assert {"StepOutput", "Tensor"} == set(replays[1])  # decode steps, and layers of others
+    assert {"StepOutput", "LayersOutput"} == set(replays[1])  # decode steps, and layers of others
 
 
 @pytest.mark.parametrize("case", ["qwen3", "qwen3.5"])
@@ -211,7 +221,7 @@ def test_guesses_beside_recurrent_states_are_checked_by_graphs(
         assert then.num_cached_tokens > sum(map(len, prompts)), "answers, too"
     assert found.tokens == plain
     assert then.tokens == plain_then
-    assert {"StepOutput", "Tensor"} == set(device.replays)
+    assert {"StepOutput", "LayersOutput"} == set(device.replays)
 
 
 @pytest.mark.parametrize("case", ["qwen3.5", "glm4-moe", "deepseek-v3"])
@@ -238,7 +248,37 @@ def test_an_mtp_layer_is_part_of_graphs(
     assert num_right > num_guesses / 2
     # each step, and the guesses of nearly each
     assert found.num_steps < len(device.replays) <= 2 * found.num_steps
-    assert {"StepOutput", "Tensor"} == set(device.replays)
+    assert {"StepOutput", "LayersOutput", "Tensor"} == set(device.replays)
+
+
+@pytest.mark.parametrize("case", ["qwen3", "gpt-oss"])
+def test_an_eagle_layer_is_part_of_graphs(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an MTP layer; what it reads comes out of the captured layers."""
+    monkeypatch.setattr(choose, "has_triton", lambda: True)
+    write_eagle_checkpoint(case, tmp_path, PREDICTABLE, predictable=True)
+    prompts = prompts_with_shared_prefixes(
+        vocab_size=VOCAB_SIZE, longest=60, seed=7, count=NUM_REQUESTS
+    )
+    sampling = [replace(GREEDY, max_tokens=4 + index) for index in range(NUM_REQUESTS)]
+    options: dict[str, Any] = {"context": CONTEXT, "page_size": 16, "attention": "triton"}
+    folder = tmp_path / "model"
+    with TinyEngine(load_model(folder, context=CONTEXT, fused=True), **options) as engine:
+        plain = engine.run(prompts, sampling).tokens
+    model = load_model(folder, context=CONTEXT, fused=True, eagle=tmp_path / "eagle")
+    graphs: dict[str, Any] = {"graph_sizes": (1, 8, 64), "chunk_graph_sizes": (16, 64, 128)}
+    for masks in (False, True):
+        device = RecordingDevice()
+        with TinyEngine(
+            model, **options, **graphs, takes_masks=masks, device=device, mtp_tokens=3
+        ) as engine:
+            device.replays.clear()
+            found = engine.run(prompts, sampling)
+            num_guesses, num_right = engine.num_guesses
+        assert found.tokens == plain
+        assert num_right > num_guesses / 5
+        assert {"StepOutput", "LayersOutput", "Tensor"} == set(device.replays)
 
 
 def test_guesses_of_rows_with_penalties_are_checked_by_decode_graphs(
@@ -314,6 +354,32 @@ def test_two_ranks_give_the_same_tokens_captured_and_launched(
     for tokens, needs in found:
         assert tokens == found[0][0]
         assert needs == {False, True}
+
+
+def test_two_ranks_guess_by_an_eagle_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their steps are captured in two parts, of which the second has the layer."""
+    monkeypatch.setattr(choose, "has_triton", lambda: True)
+    write_eagle_checkpoint("qwen3", tmp_path, PREDICTABLE, predictable=True)
+    prompts = prompts_with_shared_prefixes(vocab_size=VOCAB_SIZE, longest=60, seed=7, count=12)
+    sampling = [replace(GREEDY, max_tokens=20 + index) for index in range(12)]
+    options: dict[str, Any] = {"page_size": 16, "context": CONTEXT, "attention": "triton"}
+    folder = tmp_path / "model"
+    with TinyEngine(load_model(folder, context=CONTEXT, fused=True), **options) as engine:
+        plain = engine.run(prompts, sampling).tokens
+
+    def tokens_of(group: Group, graphs: dict[str, Any]) -> tuple[list[list[int]], float]:
+        model = load_model(
+            folder, context=CONTEXT, fused=True, eagle=tmp_path / "eagle", group=group
+        )
+        device = RecordingDevice()
+        with TinyEngine(model, **options, **graphs, device=device, mtp_tokens=3) as engine:
+            found = engine.run(prompts, sampling).tokens
+            num_guesses, num_right = engine.num_guesses
+            return found, num_right / num_guesses
+
+    for graphs in ({}, {**GRAPHS, "graph_sizes": (1, 8, 64)}):
+        for found, share in on_ranks(2, partial(tokens_of, graphs=graphs)):
+            assert found == plain and share > 0.2
 
 
 def captured_of_rank(folder: Path, group: Group, device: RecordingDevice) -> TinyEngine:

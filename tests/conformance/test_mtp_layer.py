@@ -20,6 +20,7 @@ from minisgl_backend.model_check import checked_spec
 from minisgl_backend.models.adapter_slots import AdapterSlots
 from minisgl_backend.models.build import build_model
 from minisgl_backend.models.checkpoint import check_weights, weight_files
+from minisgl_backend.models.mtp import MTPLayer
 from minisgl_backend.models.spec import ModelSpec
 from minisgl_backend.models.token_mixing import SelfAttention
 from minisgl_backend.parallel.group import Group, OneRank
@@ -56,13 +57,13 @@ def chain(
     The layer reads the model's own states or those ``given``."""
     prompt, tokens = PromptOnRank.load(spec, folder, group), tokens_of(spec)
     model = prompt.model
-    hidden = model.normed(prompt.residual(tokens[:-1]))
+    hidden = model.first_mtp_states(prompt.output(tokens[:-1]).for_mtp)
     states = [prompt.mtp_states(tokens[1:], hidden if given is None else given, 0)]
-    guesses = [int(model.mtp_logits(states[-1][-1:]).argmax())]
+    guesses = [int(model.best_mtp_tokens(states[-1][-1:]))]
     while len(guesses) < COUNT:  # from its own states, at the positions behind
         last, guess = states[-1][-1:], torch.tensor(guesses[-1:])
         states.append(prompt.mtp_states(guess, last, LENGTH - 2 + len(guesses)))
-        guesses.append(int(model.mtp_logits(states[-1]).argmax()))
+        guesses.append(int(model.best_mtp_tokens(states[-1])))
     return hidden, torch.cat(states), guesses
 
 
@@ -127,7 +128,7 @@ def test_the_layer_is_converted_like_the_others(case: str, tmp_path: Path) -> No
     for quantization in (None, "fp8"):
         spec = spec_of(tmp_path, quantization)
         mtp = PromptOnRank.load(spec, tmp_path, OneRank()).model.mtp
-        assert mtp is not None and isinstance(mtp.eh_proj.matrix, DenseMatrix)
+        assert isinstance(mtp, MTPLayer) and isinstance(mtp.eh_proj.matrix, DenseMatrix)
         weights.append(mtp.eh_proj.matrix.weight)
     assert not torch.equal(*weights)
     torch.testing.assert_close(*weights, atol=0.01, rtol=0.07)
@@ -155,7 +156,7 @@ def test_quantized_checkpoints(case: str, tmp_path: Path) -> None:
             load_format=load_format,
             keep_quantized=True,
         )
-        assert model.mtp is not None and isinstance(model.mtp.mixer, SelfAttention)
+        assert isinstance(model.mtp, MTPLayer) and isinstance(model.mtp.mixer, SelfAttention)
         assert isinstance(model.mtp.mixer.o_proj.matrix, QuantizedMatrix)
         assert isinstance(model.mtp.eh_proj.matrix, DenseMatrix) == (case == "qwen3.5")
 
@@ -222,7 +223,7 @@ def test_packed_weights_give_the_same(tmp_path: Path) -> None:
     write_mtp_checkpoint("qwen3.5-experts", tmp_path)
     prompt = PromptOnRank.load(spec_of(tmp_path), tmp_path, OneRank())
     mtp = prompt.model.mtp
-    assert mtp is not None and isinstance(mtp.eh_proj.matrix, DenseMatrix)
+    assert isinstance(mtp, MTPLayer) and isinstance(mtp.eh_proj.matrix, DenseMatrix)
     tokens, hidden = torch.arange(9), torch.linspace(-1, 1, 9 * 64).view(9, 64)
     with torch.inference_mode():
         states = prompt.mtp_states(tokens, hidden, 0)

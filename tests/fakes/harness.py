@@ -309,8 +309,6 @@ def with_mtp(setup: Setup) -> Setup:
     """The same with an MTP layer that guesses three tokens while few requests run."""
     return replace(
         setup,
-        window=None,
-        num_window_pages=0,
         section=None,
         mtp_tokens=3,
         speculative_max_requests=3,

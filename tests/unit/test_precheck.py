@@ -58,6 +58,11 @@ def test_the_device_is_known_where_it_is_named() -> None:
             None,
             "speculative_tokens=2 needs max_prefill_tokens of at least 4",
         ),
+        (
+            {"speculative_mtp_model": "a/layer", "speculative_tokens": 2},
+            None,
+            "option speculative_mtp_model needs speculative_mtp_tokens of at least 1",
+        ),
         ({"comm": "gloo"}, None, "comm is for tensor_parallel_size of 2 and more"),
         ({"expert_parallel": True}, None, "expert_parallel is for tensor_parallel_size of 2"),
         ({"rendezvous": "a:1"}, None, "rendezvous is for tensor_parallel_size"),

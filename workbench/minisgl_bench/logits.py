@@ -24,7 +24,7 @@ from minisgl_backend.execution.storage import KVStorage
 from minisgl_backend.kernels.adapters import AdaptedTokens
 from minisgl_backend.kernels.paged_kv import KVScale, PagedKV
 from minisgl_backend.models.catalog import load_spec
-from minisgl_backend.models.decoder import Decoder
+from minisgl_backend.models.decoder import Decoder, LayersOutput
 from minisgl_backend.models.spec import ModelSpec
 from minisgl_bench.option_groups import Command, with_options
 from minisgl_kit.report import Report
@@ -126,8 +126,8 @@ def logits_of(model: Decoder, ids: Tensor, adapted: AdaptedTokens | None = None)
         attend_chunks(out, q, kv, layer)
         return out
 
-    hidden: Tensor = model(ids, positions, positions, attend, adapted=adapted)
-    return model.logits(hidden)
+    found: LayersOutput = model(ids, positions, positions, attend, adapted=adapted)
+    return model.logits(found.residual)
 
 
 def differences(expected: Tensor, found: Tensor) -> dict[str, float]:

@@ -38,6 +38,7 @@ from minisgl_backend.kernels.rows import StepInputs, begin_decode
 from minisgl_backend.kernels.settle import Settling
 from minisgl_backend.models.build import build_model
 from minisgl_backend.models.catalog import load_spec
+from minisgl_backend.models.decoder import LayersOutput
 from minisgl_backend.parallel.group import OneRank
 from minisgl_backend.plan import LAST_TOKEN, Decodes, Snapshots, StepPlan
 from minisgl_backend.request import IntArray
@@ -197,7 +198,7 @@ class Layers:
     def over_batch(self, plan: StepPlan) -> Tensor:
         if self.states is not None and (due := self.states.take_due(plan)):
             self.states.settle(Settling.of(due, self.device.upload))
-        return self.forward.over_batch(FlatBatch.of(plan))
+        return self.forward.over_batch(FlatBatch.of(plan)).residual
 
     def over_decodes(self, decodes: Decodes, tokens: IntArray) -> Tensor:
         """As decode graphs compute it."""
@@ -205,7 +206,8 @@ class Layers:
         lines = np.stack([decodes.rows, tokens, decodes.positions])
         given.lines[:] = torch.from_numpy(lines)
         table = self.rows.table
-        return self.forward.over_decodes(begin_decode(table, given, lines.shape[1], PAGE_SIZE))
+        step = begin_decode(table, given, lines.shape[1], PAGE_SIZE)
+        return self.forward.over_decodes(step).residual
 
     def over_inputs(self, size: int, plan: StepPlan) -> Tensor:
         batch, runs, checks = FlatBatch.of(plan), None, None
@@ -222,7 +224,7 @@ class Layers:
                 of_checks = CapturedChecks(self.states, self.device, 128)
                 of_checks.write(batch.rows[own], batch.positions[own], lengths, size, [])
                 checks = of_checks.begin(min(size, 20))
-        return self.forward.over_chunks(inputs, runs=runs, checks=checks)
+        return self.forward.over_chunks(inputs, runs=runs, checks=checks).residual
 
     @property
     def memory(self) -> list[Tensor]:
@@ -389,7 +391,7 @@ def test_the_longest_step_has_to_fit_beside_the_graphs(
     over_batch = ForwardPass.over_batch
     lengths = []
 
-    def short_of_memory(self: ForwardPass, batch: FlatBatch) -> Tensor:
+    def short_of_memory(self: ForwardPass, batch: FlatBatch) -> LayersOutput:
         lengths.append(len(batch.rows))
         if lengths.count(num_tokens) == 2:
             raise torch.cuda.OutOfMemoryError("CUDA out of memory")

@@ -23,7 +23,7 @@ from minisgl_backend.execution.storage import KVStorage
 from minisgl_backend.execution.warm_up import WarmUp
 from minisgl_backend.models.build import build_model
 from minisgl_backend.models.catalog import parse_spec
-from minisgl_backend.models.decoder import Decoder
+from minisgl_backend.models.decoder import Decoder, LayersOutput
 from minisgl_backend.parallel.group import OneRank
 from minisgl_backend.plan import (
     NO_TOKEN,
@@ -369,7 +369,7 @@ def test_chunks_of_dummy_steps_lie_within_a_section(executor: ModelExecutor) -> 
     stages, lengths = executor.stages, []
     stages.limits = replace(stages.limits, section=24, most_guesses=0)
 
-    def layers(batch: FlatBatch) -> Tensor:
+    def layers(batch: FlatBatch) -> LayersOutput:
         lengths.append(np.diff(batch.chunk_offsets).tolist())
         return stages.forward.over_batch(batch)
 
@@ -384,7 +384,7 @@ def test_dummy_steps_have_chunks_beside_each_power_of_two_of_decoding_rows(
     stages, num_decodes = executor.stages, []
     stages.limits = replace(stages.limits, max_rows=9)
 
-    def layers(batch: FlatBatch) -> Tensor:
+    def layers(batch: FlatBatch) -> LayersOutput:
         if len(batch.chunk_rows):
             num_decodes.append(batch.num_decodes)
         return stages.forward.over_batch(batch)
@@ -400,7 +400,7 @@ def test_the_largest_dummy_step_has_as_many_guesses_as_there_may_be(
     stages, num_samples = executor.stages, []
     stages.limits = replace(stages.limits, section=5, most_guesses=6)
 
-    def layers(batch: FlatBatch) -> Tensor:
+    def layers(batch: FlatBatch) -> LayersOutput:
         of_chunks = batch.sample_indices[batch.sample_indices >= batch.num_decodes]
         counts = np.histogram(of_chunks, batch.chunk_offsets)[0]
         num_samples.append(sorted(counts.tolist(), reverse=True))
@@ -416,7 +416,7 @@ def test_the_largest_dummy_step_has_no_more_rows_than_there_are(executor: ModelE
     stages, num_rows = executor.stages, []
     stages.limits = replace(stages.limits, section=2, most_guesses=7)
 
-    def layers(batch: FlatBatch) -> Tensor:
+    def layers(batch: FlatBatch) -> LayersOutput:
         num_rows.append(batch.num_decodes + len(batch.chunk_rows))
         return stages.forward.over_batch(batch)
 

@@ -1052,8 +1052,8 @@ def check_prompt_then_token(
             attend_chunks(out, q, layer_kv, layer)
             return out
 
-        hidden = ours(ids[:-1], positions, slots, of_chunk, run, of_slot(length, slot))
-        torch.testing.assert_close(ours.logits(hidden), expected[:-1], atol=2e-3, rtol=2e-3)
+        found = ours(ids[:-1], positions, slots, of_chunk, run, of_slot(length, slot))
+        torch.testing.assert_close(ours.logits(found.residual), expected[:-1], atol=2e-3, rtol=2e-3)
 
         make = LatentDecode if has_latents else TritonDecode
         decode = make(shape, max_batch_size=1, device=CPU)
@@ -1072,8 +1072,8 @@ def check_prompt_then_token(
             attend_rows(out, q, layer_kv, layer)
             return out
 
-        hidden = ours(ids[-1:], last, place, of_row, step, of_slot(1, slot))
-        torch.testing.assert_close(ours.logits(hidden), expected[-1:], atol=2e-3, rtol=2e-3)
+        found = ours(ids[-1:], last, place, of_row, step, of_slot(1, slot))
+        torch.testing.assert_close(ours.logits(found.residual), expected[-1:], atol=2e-3, rtol=2e-3)
 
 
 def test_state_of_rows_goes_in_and_out() -> None:

@@ -595,9 +595,18 @@ def test_folders_become_absolute(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     (folder / "model").mkdir()
     (folder / "model" / "config.json").touch()
     (folder / "words").mkdir()
+    (folder / "layer").mkdir()
+    (folder / "layer" / "config.json").touch()
     monkeypatch.chdir(folder)
-    options = located(EngineOptions(model="model", tokenizer="words"))
+    given = EngineOptions(
+        model="model",
+        tokenizer="words",
+        speculative_mtp_model="layer",
+        speculative_mtp_tokens=1,
+    )
+    options = located(given)
     assert (options.model, options.tokenizer) == (str(folder / "model"), str(folder / "words"))
+    assert options.speculative_mtp_model == str(folder / "layer")
     with pytest.raises(ConfigError, match="neither a folder nor a model id"):
         located(EngineOptions(model="/nowhere/at/all"))
 

@@ -11,12 +11,13 @@ import pytest
 from click.testing import CliRunner, Result
 
 from minisgl_backend.cli.main import main
-from minisgl_backend.models.catalog import load_spec
+from minisgl_backend.models.catalog import load_spec, parse_spec
+from minisgl_backend.models.eagle_checkpoint import load_eagle
 from minisgl_backend.text.detokenizer import TextStream
 from minisgl_backend.text.tokenizer import PromptEncoder
 from minisgl_backend.text.tokenizer_files import load_vocabulary
 from minisgl_backend.wire.generation import TextPrompt
-from minisgl_bench.dummy_model import FORMATS, SHAPES, write_dummy_model
+from minisgl_bench.dummy_model import FORMATS, LAYERS, SHAPES, write_dummy_model
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +121,17 @@ def test_the_shape_of_a_config_json(tmp_path: Path) -> None:
     spec = load_spec(tmp_path / "model")
     assert (spec.num_layers, spec.hidden_size) == (42, 2560)
     assert len(load_vocabulary(tmp_path / "model")) == spec.vocab_size == 5001
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_fit_their_models(name: str, tmp_path: Path) -> None:
+    result = make(name, tmp_path)
+    assert result.exit_code == 0 and "--speculative-mtp-model" in result.output, result.output
+    spec = parse_spec(SHAPES[name.removeprefix("eagle3-")])
+    found = spec.with_eagle(load_eagle(tmp_path, spec, tmp_path, has_weights=False))
+    assert not found.attention_shape().by_layer
+    options = ["bench", "dummy-model", name, str(tmp_path), "--weights", "fp8-blocks"]
+    assert "EAGLE-3 layers are plain" in CliRunner().invoke(main, options).output
 
 
 def test_shapes_that_are_refused(tmp_path: Path) -> None:

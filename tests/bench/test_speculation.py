@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 from minisgl_backend.cli.main import main
+from minisgl_backend.config import DEMO_MODEL
+from minisgl_backend.models.catalog import load_spec
+from minisgl_bench.dummy_model import LAYERS
 from tests.figures import figures_of
 
 
@@ -17,6 +21,23 @@ def test_steps_that_check_guesses_beside_plain_ones(tmp_path: Path) -> None:
     figures = figures_of(["speculation", *arguments], tmp_path)
     assert [(row["batch"], row["guesses"]) for row in figures["rows"]] == [(1, 3), (2, 3)]
     assert all(row["plain_ms"] > 0 and row["check_ms"] > 0 for row in figures["rows"])
+
+
+def test_steps_that_check_guesses_of_an_eagle_layer(tmp_path: Path) -> None:
+    """For the demo model, which has too few layers for those that are read by default."""
+    model = load_spec(Path(DEMO_MODEL))
+    config = {
+        **LAYERS["eagle3-qwen3-0.6b"],
+        "hidden_size": model.hidden_size,
+        "vocab_size": model.vocab_size,
+        "draft_vocab_size": 100,
+        "eagle_aux_hidden_state_layer_ids": [0, 1, 2],
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    arguments = ["--speculative-mtp-tokens", "3", "--speculative-mtp-model", str(tmp_path)]
+    arguments += ["--output-tokens", "20", "--batch-size", "1", "--prompt-tokens", "20"]
+    figures = figures_of(["speculation", *arguments, "--load-format", "dummy"], tmp_path)
+    assert [(row["batch"], row["guesses"]) for row in figures["rows"]] == [(1, 3)]
 
 
 @pytest.mark.parametrize(

@@ -525,6 +525,59 @@ SHAPES: Final[dict[str, dict[str, Any]]] = {
 }
 """config.json of each model."""
 
+_EAGLE3: Final = {
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "model_type": "llama",
+    "attention_bias": False,
+    "draft_vocab_size": 32000,
+    "hidden_act": "silu",
+    "max_position_embeddings": 40960,
+    "num_hidden_layers": 1,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 151936,
+}
+LAYERS: Final[dict[str, dict[str, Any]]] = {
+    "eagle3-qwen3-0.6b": {
+        **_EAGLE3,
+        "head_dim": 128,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+    },
+    "eagle3-qwen3-14b": {
+        **_EAGLE3,
+        "head_dim": 128,
+        "hidden_size": 5120,
+        "intermediate_size": 17408,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+    },
+    "eagle3-qwen3-30b-a3b": {
+        **_EAGLE3,
+        "head_dim": 128,
+        "hidden_size": 2048,
+        "intermediate_size": 12288,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+    },
+    "eagle3-gpt-oss-20b": {
+        **_EAGLE3,
+        "head_dim": 64,
+        "hidden_size": 2880,
+        "intermediate_size": 17280,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000,
+        "vocab_size": 201088,
+    },
+}
+"""config.json of EAGLE-3 layers for some of these models, for ``speculative_mtp_model``."""
+
 _PLAIN: Final = ["lm_head"]
 FORMATS: Final[dict[str, dict[str, Any]]] = {
     "fp8-blocks": {
@@ -591,6 +644,12 @@ def write_dummy_model(shape: str | Path, folder: Path, weights: str | None = Non
     _write_json(folder / "tokenizer.json", tokenizer)
 
 
+def write_dummy_layer(name: str, folder: Path) -> None:
+    """Write config.json of one of ``LAYERS`` into ``folder``, which is made. Raises ``OSError``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_json(folder / "config.json", LAYERS[name])
+
+
 def fill_vocabulary(vocab: dict[str, int], size: int) -> None:
     """Add words of lowercase letters, half of them after a space, until there are ``size``."""
     draw = random.Random(size)
@@ -604,11 +663,11 @@ def _write_json(path: Path, content: Any) -> None:
 
 
 def _name_or_file(_context: click.Context, argument: click.Parameter, value: str) -> str | Path:
-    """One of ``SHAPES``, or a file."""
-    if value in SHAPES:
+    """One of ``SHAPES`` or ``LAYERS``, or a file."""
+    if value in SHAPES or value in LAYERS:
         return value
     if not Path(value).is_file():
-        names = ", ".join(sorted(SHAPES))
+        names = ", ".join(sorted([*SHAPES, *LAYERS]))
         raise click.BadParameter(f"{value!r} is no file, and none of {names}", param=argument)
     return Path(value)
 
@@ -616,7 +675,8 @@ def _name_or_file(_context: click.Context, argument: click.Parameter, value: str
 @click.command(
     "dummy-model",
     help="Write all but the weights of a model of SHAPE into FOLDER, for --load-format dummy. "
-    f"SHAPE is a config.json, or one of {', '.join(sorted(SHAPES))}.",
+    f"SHAPE is a config.json, or one of {', '.join(sorted(SHAPES))}. "
+    f"{', '.join(sorted(LAYERS))} are EAGLE-3 layers for --speculative-mtp-model.",
 )
 @click.argument("shape", callback=_name_or_file)
 @click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
@@ -626,13 +686,20 @@ def _name_or_file(_context: click.Context, argument: click.Parameter, value: str
     help="quantized so  [default: as config.json says]",
 )
 def dummy_model(shape: str | Path, folder: Path, weights: str | None) -> None:
+    is_layer = isinstance(shape, str) and shape in LAYERS
+    if is_layer and weights is not None:
+        raise click.UsageError("--weights is for whole models: those of EAGLE-3 layers are plain")
     try:
-        write_dummy_model(shape, folder, weights)
+        if isinstance(shape, str) and is_layer:
+            write_dummy_layer(shape, folder)
+        else:
+            write_dummy_model(shape, folder, weights)
     except ConfigError as error:
         raise click.ClickException(str(error)) from None
     except OSError as error:
         raise click.ClickException(f"cannot write {folder}: {error.strerror}") from None
-    click.echo(f"wrote {folder}: serve it with --model {folder} --load-format dummy")
+    option = "--speculative-mtp-model" if is_layer else "--model"
+    click.echo(f"wrote {folder}: serve it with {option} {folder} --load-format dummy")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """`minisgl bench speculation`: what a step that checks guesses costs, beside a plain decode step.
 
 A bias forces one token, which prompts end with, so that all guesses that are looked up are right,
-and each step checks as many as it may: with recurrent states some check fewer. Those of an MTP
-layer, which does not know of the bias, are wrong, and as many are checked. The same requests run in
-an engine that guesses nothing. The ratio of the two durations is the number of tokens that a check
-must give on average to save time.
+and each step checks as many as it may: with recurrent states some check fewer. Those of an MTP or
+EAGLE-3 layer, which does not know of the bias, are wrong, and as many are checked. The same
+requests run in an engine that guesses nothing. The ratio of the two durations is the number of
+tokens that a check must give on average to save time.
 """
 
 from __future__ import annotations
@@ -105,7 +105,10 @@ def speculation(
             return engine.info, [steps(engine, batch, **lengths) for batch in batch_sizes]
 
     info, checks = measured(options)  # first, as the model may lack what is asked for
-    _, plain = measured(replace(options, speculative_tokens=0, speculative_mtp_tokens=0))
+    without = replace(
+        options, speculative_tokens=0, speculative_mtp_tokens=0, speculative_mtp_model=None
+    )
+    _, plain = measured(without)
     report = Report("steps that check guesses", info=engine_facts(info, options))
     for batch, alone, check in zip(batch_sizes, plain, checks, strict=True):
         report.add(

@@ -28,10 +28,12 @@ _THETA: Final = 5000.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """A layer, and how its publisher writes it. ``sources``: the layers before which the residual
-    stream is read; None: those by default, which config.json does not name."""
+    """A layer, and how its publisher writes it. ``hidden_size`` and ``heads`` are the model's
+    unless given. ``sources``: the layers before which the residual stream is read; None: those by
+    default, which config.json does not name."""
 
     num_drafted: int
+    hidden_size: int | None = None
     heads: tuple[int, int, int] | None = None
     speculators: bool = False
     sources: tuple[int, ...] | None = None
@@ -46,7 +48,6 @@ class Form:
 
 FORMS: Final[Mapping[str, Form]] = MappingProxyType(
     {
-        # heads are those of the model
         "default": Form(num_drafted=200),
         "named": Form(num_drafted=100, sources=(1, 4, 6), own_embedding=True, heads=(2, 1, 48)),
         "speculators": Form(
@@ -58,6 +59,7 @@ FORMS: Final[Mapping[str, Form]] = MappingProxyType(
             norm_before_residual=True,
             norm_before_fc=True,
         ),
+        "narrow": Form(num_drafted=90, hidden_size=48, heads=(3, 1, 32), own_embedding=True),
         "3.1": Form(num_drafted=150, fc_norm=True, norm_output=True),
         "head-norms": Form(
             num_drafted=180,
@@ -82,7 +84,8 @@ class EagleReference(nn.Module):
         super().__init__()
         self.models = (model,)  # not its parameters
         config, self.form = model.config.get_text_config(), form
-        self.size, self.vocab_size = config.hidden_size, config.vocab_size
+        self.target_size, self.vocab_size = config.hidden_size, config.vocab_size
+        self.size = form.hidden_size or self.target_size
         own = config.num_attention_heads, config.num_key_value_heads, _head_dim(config)
         self.heads = form.heads or own
         num_heads, num_kv_heads, head_dim = self.heads
@@ -105,12 +108,12 @@ class EagleReference(nn.Module):
         layer.mlp.down_proj = nn.Linear(inner, size, bias=False)
         self.midlayer: Any = layer
         self.norm = nn.RMSNorm(size)
-        num_inputs = len(self.sources) * size
+        num_inputs = len(self.sources) * self.target_size
         self.fc = nn.Linear(num_inputs, size, bias=False)
         if form.norm_before_fc:
             self.input_norm = nn.RMSNorm(num_inputs)
         if form.fc_norm:
-            self.fc_norm = nn.ModuleList(nn.RMSNorm(size) for _ in self.sources)
+            self.fc_norm = nn.ModuleList(nn.RMSNorm(self.target_size) for _ in self.sources)
         self.lm_head = nn.Linear(size, form.num_drafted, bias=False)
         if form.own_embedding:
             self.embed_tokens = nn.Embedding(self.vocab_size, size)
@@ -320,7 +323,11 @@ def config_of(reference: EagleReference) -> dict[str, Any]:
         "vocab_size": reference.vocab_size,
     }
     flags = ("norm_before_fc", "fc_norm", "norm_before_residual", "norm_output")
-    common = {"draft_vocab_size": form.num_drafted, **{key: getattr(form, key) for key in flags}}
+    common = {
+        "draft_vocab_size": form.num_drafted,
+        "target_hidden_size": reference.target_size,
+        **{key: getattr(form, key) for key in flags},
+    }
     if form.speculators:
         return {
             "architectures": ["Eagle3Speculator"],

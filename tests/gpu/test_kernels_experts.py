@@ -111,6 +111,7 @@ def kind_of(weight: Tensor | PackedWeight) -> CodesKind | None:
 FORMS: dict[str, tuple[Encoding, tuple[int, int], bool]] = {
     "fp8": (Encoding.E4M3, (128, 128), True),
     "fp8 rows": (Encoding.E4M3, (1, 10**6), True),
+    "mxfp8": (Encoding.E4M3, (1, 32), True),
     "int8": (Encoding.INT8, (1, 128), False),
     "int4": (Encoding.INT4, (1, 128), False),
     "int4 in 32": (Encoding.INT4, (1, 32), True),

@@ -40,6 +40,7 @@ FORMATS = {
     "fp8-channel": (Encoding.E4M3, (1, ALL), True),
     "fp8-blocks": (Encoding.E4M3, (128, 128), True),
     "fp8-cut-blocks": (Encoding.E4M3, (32, 64), True),
+    "mxfp8": (Encoding.E4M3, (1, 32), True),
     "int8-channel": (Encoding.INT8, (1, ALL), True),
     "int8-128": (Encoding.INT8, (1, 128), True),
     "int8-32-zeros": (Encoding.INT8, (1, 32), False),

@@ -34,6 +34,7 @@ from minisgl_backend.models.decoder import Decoder
 from minisgl_backend.models.kernel_choice import (
     has_expert_kernels,
     has_hopper_kernels,
+    round_mtp_head,
     use_invariant_kernels,
     use_tensor_cores,
 )
@@ -192,6 +193,8 @@ def _model(facts: Resolved, group: Group, progress: Progress) -> Decoder:
             progress=progress,
         )
         model.pack()
+        if on_gpu and not options.batch_invariant:
+            round_mtp_head(model, facts.device.torch_device)
         return model
     except torch.OutOfMemoryError as error:
         gpu, num_weights = facts.device.torch_device, facts.spec.num_parameters

@@ -25,6 +25,7 @@ from minisgl_backend.kernels.packed_weight import (
     dequantize_weight,
     pack,
 )
+from minisgl_backend.kernels.quantized import quantize
 from minisgl_backend.kernels.quantized_linear import (
     MAX_ROWS,
     Float8Weight,
@@ -37,7 +38,7 @@ from minisgl_backend.layers.quantized_place import place_in
 from minisgl_backend.layers.stored_weight import StoredWeight
 from minisgl_backend.layers.weight_place import Place, Share
 from minisgl_backend.layers.weight_share import block_of
-from minisgl_backend.weight_format import Layout, WeightFormat
+from minisgl_backend.weight_format import Encoding, Layout, WeightFormat
 
 if TYPE_CHECKING:  # needs the CUDA driver's bindings, which only installations for GPUs have
     from minisgl_backend.kernels.cuda.float8_linear import Float8Linear
@@ -167,6 +168,23 @@ class QuantizedMatrix(Matrix):
     def place(self, part: str) -> Place:
         form = self._formats[part]
         return place_in(self.storage, self.rows[part], form, self.parts[part], self.ins)
+
+
+def rounded(matrix: DenseMatrix) -> QuantizedMatrix:
+    """A copy of a loaded matrix in 8-bit floats, with a scale for each output. It may have more
+    outputs, as many as kernels on tensor cores need; the last ones mean nothing."""
+    height, width, name = matrix.out_features, matrix.in_features, "rounded"
+    form = WeightFormat(layout=Layout.CONVERTED, encoding=Encoding.E4M3, block=(1, None))
+    with matrix.weight.device:
+        copy = QuantizedMatrix(
+            {name: Share(height, 0, height)},
+            matrix.ins,
+            linear_cut.padded(height),
+            formats={name: form},
+            fused=matrix.weight.is_cuda,
+        )
+    copy.storage.put_into(copy.rows[name])(quantize(matrix.weight, form.encoding, (1, width)))
+    return copy
 
 
 @dataclass(frozen=True, slots=True)

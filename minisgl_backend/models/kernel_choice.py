@@ -21,7 +21,7 @@ from minisgl_backend.kernels import expert_cut, linear_cut
 from minisgl_backend.kernels.small_batch import is_faster_for_a_row
 from minisgl_backend.layers.experts import ExpertsMLP
 from minisgl_backend.layers.linear import MergedColumnLinear, RowLinear, adapters_shape
-from minisgl_backend.layers.matrix import Matrix
+from minisgl_backend.layers.matrix import DenseMatrix, Matrix
 from minisgl_backend.layers.quantized_matrix import QuantizedMatrix
 from minisgl_backend.layers.router import Router
 from minisgl_backend.models.decoder import Decoder
@@ -80,10 +80,12 @@ def use_tensor_cores(model: Decoder, device: torch.device) -> None:
             model.use_tensor_cores(make(device, most_tokens))
         if model.mtp is not None:
             _use_separately(model.mtp.apart, kernels_for)
+        _use_rounded_head(model, kernels_for)
         return
     batches = [_use_separately(layer, kernels_for) for layer in model.main_layers]
     if model.mtp is not None:
         _use_separately(model.mtp, kernels_for)
+    _use_rounded_head(model, kernels_for)
     if model.group.size == 1:
         model.start_early(min(batches))
 
@@ -114,6 +116,30 @@ def _use_separately(layer: nn.Module, kernels_for: Callable[[int], TensorCores])
             ),
         )
     return most
+
+
+def round_mtp_head(model: Decoder, device: torch.device) -> None:
+    """Let an MTP layer guess with a copy of the output head in 8 bits, if the head is plain and
+    there are kernels for the copy. Comes before pages take the memory that is left."""
+    mtp, head = model.mtp, model.head
+    sizes = linear_cut.padded(head.share), model.spec.hidden_size
+    if (
+        isinstance(mtp, MTPLayer)
+        and isinstance(head.matrix, DenseMatrix)
+        and linear_cut.takes_codes(*sizes)
+        and has_hopper_kernels(device, model.dtype)
+    ):
+        mtp.round_head(head)
+
+
+def _use_rounded_head(model: Decoder, kernels_for: Callable[[int], TensorCores]) -> None:
+    """Give the kernels to what ``round_mtp_head`` has made."""
+    matrix = model.mtp.rounded_head if isinstance(model.mtp, MTPLayer) else None
+    if matrix is None or not matrix.fits_tensor_cores():
+        return
+    elements = matrix.out_features * matrix.in_features
+    most = linear_cut.largest_batch(elements, of_codes=True, float8=matrix.takes_float8)
+    matrix.use_tensor_cores(kernels_for(most))
 
 
 def _use_step_kernel(model: Decoder, device: torch.device) -> None:

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from minisgl_backend.layers.embedding import OutputHead, VocabEmbedding
 from minisgl_backend.layers.linear import RowLinear
+from minisgl_backend.layers.matrix import DenseMatrix
 from minisgl_backend.layers.norm import Normed, RMSNorm
-from minisgl_backend.layers.quantized_matrix import Matrices
+from minisgl_backend.layers.quantized_matrix import Matrices, QuantizedMatrix, rounded
 from minisgl_backend.models.decoder_layers import DecoderLayer, MakeExperts, residual_norm
 from minisgl_backend.models.spec import ModelSpec
 from minisgl_backend.models.token_mixing import StepContext
@@ -84,6 +85,7 @@ class MTPLayer(DecoderLayer):
             matrices=matrices,
         )
         self.shared_head = _Head(residual_norm(spec))
+        self.rounded_head: QuantizedMatrix | None = None
 
     @property
     def apart(self) -> nn.Module:
@@ -103,8 +105,18 @@ class MTPLayer(DecoderLayer):
         assert isinstance(x, Normed)
         return x.normalized(pdl=pdl)
 
+    def round_head(self, head: OutputHead) -> None:
+        """Guess with a copy of the model's ``head`` in 8 bits, once it is loaded: a guess takes
+        mostly as long as the head is read."""
+        assert isinstance(head.matrix, DenseMatrix)
+        self.rounded_head = rounded(head.matrix)
+
     def best_tokens(self, states: Tensor, head: OutputHead) -> Tensor:
-        return head.gathered(head.part(Normed(states))).argmax(dim=-1)
+        if self.rounded_head is None:
+            part = head.part(Normed(states))
+        else:
+            part = self.rounded_head.gemm(Normed(states))[:, : head.share].contiguous()
+        return head.gathered(part).argmax(dim=-1)
 
 
 class _Head(nn.Module):

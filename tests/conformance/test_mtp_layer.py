@@ -14,6 +14,7 @@ from torch import Tensor
 
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.kernels.quantized import dequantized, quantize
 from minisgl_backend.layers.matrix import DenseMatrix
 from minisgl_backend.layers.quantized_matrix import QuantizedMatrix
 from minisgl_backend.model_check import checked_spec
@@ -24,6 +25,7 @@ from minisgl_backend.models.mtp import MTPLayer
 from minisgl_backend.models.spec import ModelSpec
 from minisgl_backend.models.token_mixing import SelfAttention
 from minisgl_backend.parallel.group import Group, OneRank
+from minisgl_backend.weight_format import Encoding
 from tests.conformance.mtp_checkpoints import (
     BEHIND,
     BESIDE,
@@ -80,6 +82,31 @@ def test_states_and_guesses_equal_the_reference(case: str, tmp_path: Path) -> No
     torch.testing.assert_close(hidden, their_hidden, atol=5e-4, rtol=1e-3)
     torch.testing.assert_close(states, their_states, atol=1e-4, rtol=1e-4)
     assert guesses == theirs == reference_guesses(reference, tokens.tolist(), COUNT)
+
+
+def test_a_rounded_head_guesses_like_its_numbers(tmp_path: Path) -> None:
+    """Those of the output head in 8 bits, with one scale for each token; whole and split over
+    ranks."""
+    case = next(iter(BEHIND))
+    write_mtp_checkpoint(case, tmp_path)
+    spec = spec_of(tmp_path)
+    states = torch.randn(50, spec.hidden_size, generator=torch.Generator().manual_seed(0))
+
+    @torch.inference_mode()
+    def guessed(group: Group) -> tuple[Tensor, Tensor]:
+        """The guesses, and this rank's part of the head's numbers."""
+        model = PromptOnRank.load(spec, tmp_path, group).model
+        head, mtp = model.head.matrix, model.mtp
+        assert isinstance(head, DenseMatrix) and isinstance(mtp, MTPLayer)
+        weight = quantize(head.weight, Encoding.E4M3, (1, spec.hidden_size))
+        mtp.round_head(model.head)
+        return model.best_mtp_tokens(states), dequantized(weight, torch.float32)
+
+    for num_ranks in (1, 2):
+        found = on_ranks(num_ranks, guessed)
+        numbers = torch.cat([numbers for _, numbers in found])[: spec.vocab_size]
+        for tokens, _ in found:
+            assert torch.equal(tokens, (states @ numbers.t()).argmax(dim=-1).int())
 
 
 @pytest.mark.parametrize("case", CASES)

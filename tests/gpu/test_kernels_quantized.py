@@ -28,6 +28,10 @@ from minisgl_backend.kernels.quantized_linear import (
     quantized_linear,
     quantized_linear_reference,
 )
+from minisgl_backend.layers.matrix import DenseMatrix
+from minisgl_backend.layers.norm import Normed
+from minisgl_backend.layers.quantized_matrix import rounded
+from minisgl_backend.layers.weight_place import Share
 from minisgl_backend.weight_format import Encoding
 from tests.gpu.compare import assert_close
 from tests.gpu.test_kernels_linear import check_residual, half_way, normal, normalized
@@ -223,3 +227,23 @@ def test_tokens_in_8_bits(device: torch.device, form: str, batch: int) -> None:
     rows = float8_rows(x, weight.group)
     expected = float8_linear_reference(rows, weight, x.dtype, bias)
     assert_close(float8_linear(rows, weight, x.dtype, bias), expected, tolerance=1e-2)
+
+
+@needs_gpu
+def test_a_rounded_copy_of_a_matrix(device: torch.device) -> None:
+    """Its outputs are padded to the number that the kernels need."""
+    from minisgl_backend.kernels.cuda.linear import TensorCores
+
+    with device:
+        parts, ins = {"head": Share(1008, 0, 1008)}, Share(384, 0, 384)
+        matrix = DenseMatrix(parts, ins, 1008, formats={}, fused=True)
+    matrix.to(torch.bfloat16)
+    matrix.weight.copy_(normal(1008, 384, device=device))
+    copy = rounded(matrix)
+    assert copy.out_features == 1024 and copy.fits_tensor_cores()
+    copy.use_tensor_cores(TensorCores(device, 64))
+    numbers = dequantized(quantize(matrix.weight, Encoding.E4M3, (1, 384)), torch.float32)
+    for batch in (1, 3, 8, 33, 64):
+        x = normal(batch, 384, device=device)
+        expected = F.linear(x.float(), numbers).bfloat16()
+        assert_close(copy.gemm(Normed(x))[:, :1008], expected)

@@ -30,7 +30,7 @@ from minisgl_backend.request import EMPTY, Adapter, IntArray, Mask, TokenId
 
 class Draft:
     """Gathers what a step does; ``budget`` is the number of tokens of chunks and checks that still
-    fit."""
+    fit. ``assumes_right``: see ``StepPlan``."""
 
     def __init__(self, budget: int) -> None:
         self.budget = budget

@@ -122,9 +122,9 @@ class Guesser:
         """The guesses at the next tokens of each of the rows ``ready`` that has some, int32[n]. For
         rows with a grammar there are none without ``lookahead``.
 
-        While a row has a step in flight, its last token is not known: then they only tell that
-        there is something to wait for, either guesses of the MTP layer, or others, at the tokens
-        from that one on.
+        While a row has a step in flight, its last token is not known. Then guesses of the MTP layer
+        are for where the row is after that step, and others, at the tokens from that one on, only
+        tell that there is something to wait for.
         """
         found: dict[int, IntArray] = {}
         rows = self._rows
@@ -194,10 +194,14 @@ class Guesser:
         cache_key = self._rows.sequence(row).request.cache_key
         return guesses_at(tokens, most, self._recent, cache_key, least=least)
 
+    def go_back(self, row: int, num_wrong: int) -> None:
+        """The row has gone back to before its wrong guesses, and so has what the layer guesses in a
+        step that was planned as if they were right."""
+        self._mtp_at[row] -= num_wrong
+
     def judge(self, row: int, num_guesses: int, num_right: int) -> None:
-        """Note how many of the row's last guesses were right: it has gone back to before the wrong
-        ones. If they were looked up, fewer are looked up next."""
-        self._mtp_at[row] -= num_guesses - num_right
+        """Note how many of the row's last guesses were right. If they were looked up and are wrong,
+        fewer are looked up next."""
         if self._are_mtp[row]:
             return
         if num_right == num_guesses:

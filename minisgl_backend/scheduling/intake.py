@@ -135,6 +135,7 @@ class Intake:
         counters.num_checks_by_right[check.num_right] += 1
         if self._guesser is not None and self._rows.accepting[check.row]:
             self._rows.go_on_from_guesses(check.row, check.num_wrong)
+            self._guesser.go_back(check.row, check.num_wrong)
             self._guesser.judge(check.row, num_guesses, check.num_right)
 
     def _take(

@@ -11,15 +11,17 @@ waiting.
 
 Rows may decode with guesses at their next tokens (``guesses``), with at most half of the budget.
 What is looked up depends on all tokens of a row, and what is planned next on how many guesses were
-right. So while a step that they wait for, or that checks some, is in flight, nothing is planned.
+right. So while a step that they wait for, or that checks some, is in flight, nothing is planned,
+unless only the MTP layer guesses.
 
-With an MTP layer, a step also names the rows for which the layer makes guesses in it. The layer
+With such a layer, a step also names the rows for which the layer makes guesses in it. The layer
 computes a few positions ahead of a row, which need pages; rows for which there are none to spare
 decode without. How many tokens it guesses is known: what it guesses stays on the device, unless a
-grammar has to allow it. So if nothing else guesses, the next step is planned while one with guesses
-is in flight, as if all of these were right: then rows need the most pages, and are nearest to their
-ends. Before it is launched, rows are moved back (``checks.moved_back``). Left out are rows that may
-have reached the position at which their states are kept, or that may have no more guesses.
+grammar has to allow it. So the next step can be planned *ahead*, while one with guesses is in
+flight, as if all of these were right: then rows need the most pages, and are nearest to their ends.
+Before it is launched, rows are moved back to before wrong guesses (``checks.moved_back``). No row
+is worse off than if the step had waited: it waits unless all rows can have all their guesses,
+wherever they are.
 
 Recurrent states cannot go back to before a wrong guess. So a step with guesses keeps the updates of
 all rows that decode in it, and the next step with a row adds those that count (``plan.Checks``).
@@ -176,7 +178,7 @@ class Scheduler:
                 mtp_tokens=config.mtp_tokens,
             )
         self._last_checks = _NO_STEP  # the last step with guesses ...
-        self._checked_rows: list[int] = []  # ... and the rows that have some
+        self._checked_rows = EMPTY  # ... and the rows that have some
         self._intake = Intake(self._life, self._guesser, self._counters)
         self._next_step = 0
         self._next_commit = 0
@@ -195,21 +197,14 @@ class Scheduler:
 
     def plan(self, lookahead: Lookahead | None = None) -> StepPlan | None:
         """The next step, or None if nothing can run now."""
-        guesses: Mapping[int, IntArray] = {}
         unjudged = self._unjudged_rows()
-        if self._guesser is not None:
-            goes_ahead = self._goes_ahead(self._guesser)
-            if unjudged is not None and not goes_ahead:
-                return None
-            ready = self._rows.ready_to_decode()
-            if unjudged:
-                ready = np.union1d(ready, np.array(unjudged, np.int32))
-            guesses = self._guesser.of_rows(ready, lookahead)
-            if not goes_ahead and any(self._rows.in_flight[row] for row in guesses):
-                return None
+        guesses = self._next_guesses(unjudged, lookahead)
+        if guesses is None:
+            return None
         draft = Draft(self._config.max_prefill_tokens)
+        draft.assumes_right = len(unjudged) > 0
         self._life.begin_plan()
-        self._plan_guesses(guesses, draft, unjudged or [])
+        self._plan_guesses(guesses, draft)
         under_pressure = self._plan_decodes(draft)
         self._plan_prefills(draft, admit=not under_pressure)
         if draft.is_empty:
@@ -285,24 +280,64 @@ class Scheduler:
             self._life.states.keep(ready, positions, draft)
         return under_pressure
 
-    def _unjudged_rows(self) -> list[int] | None:
-        """The rows that go on from guesses which are in flight; None if no guesses are."""
+    def _unjudged_rows(self) -> IntArray:
+        """The rows that go on from guesses which are in flight, int32[n]."""
         if self._last_checks < self._next_commit:
+            return EMPTY
+        rows, checked = self._rows, self._checked_rows
+        return checked[rows.accepting[checked] & ~rows.retiring[checked]]
+
+    def _next_guesses(
+        self, unjudged: IntArray, lookahead: Lookahead | None
+    ) -> Mapping[int, IntArray] | None:
+        """The guesses that the next step checks, by row; None if the step has to wait, for those in
+        flight or for tokens to guess from."""
+        guesser = self._guesser
+        if guesser is None:
+            return {}
+        may_go_ahead = (
+            guesser.all_on_device
+            and self._next_step - self._next_commit == 1
+            and not self._rows.masked.any()
+        )
+        if len(unjudged) and not may_go_ahead:
             return None
-        rows = self._rows
-        return [row for row in self._checked_rows if rows.accepting[row] and not rows.retiring[row]]
+        ready = self._rows.ready_to_decode()
+        candidates = np.union1d(ready, unjudged) if len(unjudged) else ready
+        guesses = guesser.of_rows(candidates, lookahead)
+        waits = any(self._rows.in_flight[row] for row in guesses)
+        if (waits or len(unjudged)) and not (
+            may_go_ahead and self._have_room(guesses, unjudged, ready)
+        ):
+            return None
+        return guesses
 
-    def _goes_ahead(self, guesser: Guesser) -> bool:
-        """Whether a step may be planned before the guesses that it depends on are known."""
-        has_one_in_flight = self._next_step - self._next_commit == 1
-        return guesser.all_on_device and has_one_in_flight and not self._rows.masked.any()
+    def _have_room(
+        self, guesses: Mapping[int, IntArray], unjudged: IntArray, ready: IntArray
+    ) -> bool:
+        """Whether a step that is planned ahead can check all ``guesses``, among them as many as
+        there can be of each row that is ``unjudged``."""
+        rows, size, most = self._rows, self._cache.page_size, self._config.mtp_tokens
+        if any(len(guesses.get(row, EMPTY)) < most for row in unjudged.tolist()):
+            return False
+        # a row whose states are to be kept may not have got to the position
+        if (
+            self._life.states is not None
+            and (rows.planned[unjudged] + 1 + most > rows.keeps_at[unjudged]).any()
+        ):
+            return False
+        lengths = [1 + len(guessed) for guessed in guesses.values()]
+        if sum(lengths) > self._config.max_prefill_tokens // 2:
+            return False
+        checked = np.array([*guesses], np.int32)
+        missing = rows.planned[checked] + np.array(lengths, np.int32) - rows.capacity[checked]
+        num_pages = int((-(-missing // size)).clip(min=0).sum())
+        return num_pages + len(rows.short(ready) - {*guesses}) <= self._life.room.most_rows
 
-    def _plan_guesses(
-        self, guesses: Mapping[int, IntArray], draft: Draft, unjudged: list[int]
-    ) -> None:
+    def _plan_guesses(self, guesses: Mapping[int, IntArray], draft: Draft) -> None:
         """Let rows decode with as many of their ``guesses`` as pages and half of the budget allow.
-        Rows for which that is none decode without, or are left out if they are ``unjudged``. No row
-        passes a position at which its states are to be kept."""
+        Rows for which that is none decode without. No row passes a position at which its states are
+        to be kept."""
         if not guesses:
             return
         rows, states = self._rows, self._life.states
@@ -316,8 +351,6 @@ class Scheduler:
             if (section := self._config.section) is not None:
                 end = min(end, (start // section + 1) * section)
             if states is not None:
-                if row in unjudged and start == rows.keeps_at[row]:
-                    continue
                 end = min(end, states.kept_next(row, start))
             end = min(end, self._reach(row, short))
             if end < start + 2:  # and is granted nothing, since it may still be retracted at once
@@ -331,9 +364,9 @@ class Scheduler:
             if states is not None:
                 states.keep(np.array([row], np.int32), np.array([start], np.int32), draft)
             checked_rows.append(row)
-            draft.assumes_right |= row in unjudged
         if checked_rows:
-            self._last_checks, self._checked_rows = self._next_step, checked_rows
+            self._last_checks = self._next_step
+            self._checked_rows = np.array(checked_rows, np.int32)
 
     def _plan_mtp(self, draft: Draft) -> None:
         """Let the MTP layer guess at what follows the tokens of this step, for each row that can

@@ -516,31 +516,54 @@ def test_pages_are_granted_as_if_guesses_were_right() -> None:
     assert not len(planned(scheduler).grants.indices)
 
 
-@pytest.mark.parametrize(
-    ("max_tokens", "expected"), [(6, None), (7, [-1, -2]), (8, [-1, -2, -3]), (9, AHEAD)]
-)
+@pytest.mark.parametrize(("max_tokens", "expected"), [(8, None), (9, {0: (8, AHEAD)})])
 def test_rows_near_their_end_wait_until_guesses_are_known(
-    max_tokens: int, expected: list[int] | None
+    max_tokens: int, expected: dict[int, tuple[int, list[int]]] | None
 ) -> None:
-    """If all guesses are right, it has 5 tokens, the last of which is not computed yet."""
+    """If all guesses are right, it has 5 tokens, the last of which is not computed yet. It would
+    have fewer guesses next, though it may not have got there."""
     scheduler = started(request(0, 4, max_tokens))
     first, second = planned(scheduler), scheduler.plan()
     assert guessed(first) == {0: (4, [20, *LEFT])}
-    assert (None if second is None else guessed(second)) == (
-        None if expected is None else {0: (8, expected)}
-    )
+    assert (None if second is None else guessed(second)) == expected
     landed(scheduler, first, (9, 0, 0, 0))
     if second is None:
-        assert decoded(planned(scheduler)) == [(0, 5)]
+        assert guessed(planned(scheduler)) == {0: (5, [9, *LEFT])}
 
 
-def test_others_go_on_without_rows_that_wait() -> None:
-    scheduler = started(request(0, 4, 6), request(1, 4, 20))
-    first, second = planned(scheduler), planned(scheduler)
-    assert [*guessed(first)] == [0, 1] and guessed(second) == {1: (8, AHEAD)}
+def test_no_row_is_left_out_of_a_step_that_is_planned_ahead() -> None:
+    """Neither if another one waits, nor for the prompt of a request beside which nothing is
+    guessed."""
+    scheduler = started(request(0, 4, 8), request(1, 4, 20), speculative_max_requests=2)
+    first = planned(scheduler)
+    assert [*guessed(first)] == [0, 1] and scheduler.plan() is None
+    scheduler.add(request(2, 40, 4))
+    assert scheduler.plan() is None
     landed(scheduler, first, (9, 0, 0, 0, 9, 0, 0, 0))
+    second = planned(scheduler)
+    assert chunks(second) and [*guessed(second)] == [0, 1] and named(second) == []
+    assert scheduler.plan() is None
+    landed(scheduler, second, (9, 0, 0, 0, 9, 0, 0, 0))
     third = planned(scheduler)
-    assert third.assumes_right and [*guessed(third)] == [1] and decoded(third) == [(0, 5)]
+    assert chunks(third) and decoded(third) == [(0, 6), (1, 6)]
+
+
+@pytest.mark.parametrize(("num_pages", "goes_ahead"), [(7, False), (8, True)])
+def test_a_step_is_planned_ahead_only_if_there_are_pages_for_all(
+    num_pages: int, goes_ahead: bool
+) -> None:
+    """Pages have 4 positions. Both rows have three, with those for the layer's passes, and need one
+    more each: positions 9 to 12 are checked, if all guesses were right."""
+    scheduler = started(request(0, 5, 30), request(1, 5, 30), num_pages=num_pages)
+    first, second = planned(scheduler), scheduler.plan()
+    assert [*guessed(first)] == [0, 1]
+    assert (second is not None) == goes_ahead
+
+
+def test_a_step_is_planned_ahead_only_if_half_of_the_budget_holds_all_guesses() -> None:
+    scheduler = started(request(0, 4, 30), request(1, 4, 30), max_prefill_tokens=12)
+    assert guessed(planned(scheduler)) == {0: (4, [20, *LEFT]), 1: (4, [20, -2])}
+    assert scheduler.plan() is None
 
 
 def test_what_is_looked_up_waits_until_tokens_are_known() -> None:
@@ -751,11 +774,13 @@ def test_rows_wait_where_their_states_may_have_to_be_kept(
     assert plan.snapshots.kept_rows.tolist() == kept
 
 
-def test_guesses_that_are_checked_ahead_end_where_states_are_kept() -> None:
-    """Before position 16, where the row is if all its guesses are right."""
+def test_no_guess_is_cut_off_where_the_row_may_not_have_got_to() -> None:
+    """States are kept before position 16. The third step would end there if all guesses were right,
+    and so have one guess less."""
     scheduler = started(request(0, 8, 40), num_snapshots=8, mtp_tokens=2)
     first, second = planned(scheduler), planned(scheduler)
     assert guessed(first) == {0: (8, [20, -2, -3])} and guessed(second) == {0: (11, [-1, -2, -3])}
     landed(scheduler, first, (21, 22, 23))
-    third = planned(scheduler)
-    assert guessed(third) == {0: (14, [-1, -2])}
+    assert scheduler.plan() is None
+    landed(scheduler, second, (9, 0, 0))
+    assert guessed(planned(scheduler)) == {0: (12, [9, -2, -3])}

@@ -43,9 +43,9 @@ def checked_spec(options: EngineOptions, folder: Path, device: str | None) -> Mo
         tokenizer = resolve_tokenizer(options.tokenizer, options.model_source)
     spec = load_spec(folder, tokenizer)
     if options.speculative_mtp_model is not None:
-        layer = resolve_model(options.speculative_mtp_model, options.model_source)
+        layer_folder = resolve_model(options.speculative_mtp_model, options.model_source)
         has_weights = options.load_format == "auto"
-        spec = spec.with_eagle(load_eagle(layer, spec, folder, has_weights=has_weights))
+        spec = spec.with_eagle(load_eagle(layer_folder, spec, folder, has_weights=has_weights))
     elif options.speculative_mtp_tokens:
         spec = spec.with_mtp()
     request_defaults(options)

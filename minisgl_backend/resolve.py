@@ -56,8 +56,8 @@ class Resolved:
     @property
     def layer_folder(self) -> Path | None:
         """The folder of an EAGLE-3 layer, if the options name one."""
-        layer = self.options.speculative_mtp_model
-        return None if layer is None else Path(layer)
+        layer_folder = self.options.speculative_mtp_model
+        return None if layer_folder is None else Path(layer_folder)
 
     @property
     def weights_per_layer(self) -> int:
@@ -74,9 +74,9 @@ def resolve(options: EngineOptions, place: RankPlace) -> Resolved:
     kind = device_kind(options, place.local_size)
     check_options(options, kind)
     folder = resolve_model(options.model, options.model_source)
-    if (layer := options.speculative_mtp_model) is not None:
-        layer = str(resolve_model(layer, options.model_source))
-        options = replace(options, speculative_mtp_model=layer)
+    if options.speculative_mtp_model is not None:
+        layer_folder = resolve_model(options.speculative_mtp_model, options.model_source)
+        options = replace(options, speculative_mtp_model=str(layer_folder))
     spec = checked_spec(options, folder, kind)
     device = (
         CudaDevice(place.local_rank)

@@ -196,8 +196,8 @@ def _digest(facts: Resolved) -> str:
 
 
 def _folders(facts: Resolved) -> list[Path]:
-    layer = facts.layer_folder
-    return [facts.folder] if layer is None else [facts.folder, layer]
+    layer_folder = facts.layer_folder
+    return [facts.folder] if layer_folder is None else [facts.folder, layer_folder]
 
 
 def _connect(facts: Resolved, store: Store) -> Group:

@@ -209,9 +209,9 @@ class ModelExecutor:
         if self._states is not None:
             self._settle_and_keep(self._states, plan, self._states.take_due(plan))
         batch = FlatBatch.of(plan)
-        found = self._layers(batch)
-        hidden = found.residual
-        sample = partial(stages.sample, stages.logits_of(batch, found), all_logits=all_logits)
+        output = self._layers(batch)
+        hidden = output.residual
+        sample = partial(stages.sample, stages.logits_of(batch, output), all_logits=all_logits)
         embedded = stages.embedder.embedded(hidden, batch)
         if not len(plan.scores.chunks):
             return partial(self._finish, plan, sample, embedded=embedded)

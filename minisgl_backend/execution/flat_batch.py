@@ -25,7 +25,8 @@ class FlatBatch:
         in its row     position                 ends[0] - length  ends[1] - length
 
     int64[num_tokens]: ``rows``, ``positions``.
-    int32[num_tokens]: ``tokens``, each a token id or ``LAST_TOKEN``.
+    int32[num_tokens]: ``tokens``, each a token id, ``LAST_TOKEN`` or one of ``MTP_GUESS`` and
+    below.
     int32[num_chunks]: ``chunk_rows``; ``chunk_ends``, the position after each chunk's last one. The
     first ``num_checks`` chunks are checks, the others those of the plan.
     int32[num_chunks + 1]: ``chunk_offsets``, the flat index of each chunk's first token, and then

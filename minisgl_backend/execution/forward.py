@@ -93,11 +93,11 @@ class ForwardPass:
         )
         return output
 
-    def mtp_over_batch(self, batch: FlatBatch, read: Tensor, next_tokens: Tensor) -> Tensor:
+    def mtp_over_batch(self, batch: FlatBatch, layer_input: Tensor, next_tokens: Tensor) -> Tensor:
         """The states of the MTP layer, [num_tokens, state_size], from what it reads of the other
         layers (``LayersOutput.for_mtp``), and from the token after each."""
         placed = self._placed(batch)
-        states = self._model.first_mtp_states(read[: len(next_tokens)])
+        states = self._model.first_mtp_states(layer_input[: len(next_tokens)])
         return self._model.forward_mtp(
             next_tokens, states, placed.positions, placed.slots, placed.attend
         )
@@ -220,10 +220,12 @@ class ForwardPass:
         )
         return output
 
-    def mtp_over_decodes(self, inputs: DecodeInputs, read: Tensor, next_tokens: Tensor) -> Tensor:
+    def mtp_over_decodes(
+        self, inputs: DecodeInputs, layer_input: Tensor, next_tokens: Tensor
+    ) -> Tensor:
         """``mtp_over_batch`` for a decode step to be captured."""
         attend = self._attention.plan(self._mtp_rows(inputs.rows, inputs.lengths), None)
-        states = self._model.first_mtp_states(read)
+        states = self._model.first_mtp_states(layer_input)
         return self._model.forward_mtp(next_tokens, states, inputs.positions, inputs.slots, attend)
 
     def mtp_over_rows(

@@ -85,18 +85,23 @@ class MTPGuesses:
         self._graphs: dict[int, Graph[Tensor]] = {}
 
     def follow_batch(
-        self, batch: FlatBatch, read: Tensor, samples: Samples, indices: Tensor, sampled: Tensor
+        self,
+        batch: FlatBatch,
+        layer_input: Tensor,
+        samples: Samples,
+        indices: Tensor,
+        sampled: Tensor,
     ) -> None:
-        """Go over the tokens of a step, from what the layer ``read`` of the other layers.
+        """Go over the tokens of a step, from what the layer reads of the other layers.
         ``indices`` [num_samples] are those of the tokens after which ``sampled`` were sampled."""
         next_tokens = self._device.upload(batch.next_tokens)
         next_tokens.index_copy_(0, indices.long(), sampled)
-        states = self._forward.mtp_over_batch(batch, read, next_tokens.clamp_(min=0))
+        states = self._forward.mtp_over_batch(batch, layer_input, next_tokens.clamp_(min=0))
         self._keep(samples.rows, samples.positions, states.index_select(0, indices))
 
-    def follow_decodes(self, inputs: DecodeInputs, read: Tensor, sampled: Tensor) -> None:
+    def follow_decodes(self, inputs: DecodeInputs, layer_input: Tensor, sampled: Tensor) -> None:
         """The same for a decode step to be captured."""
-        states = self._forward.mtp_over_decodes(inputs, read, sampled.clamp(min=0))
+        states = self._forward.mtp_over_decodes(inputs, layer_input, sampled.clamp(min=0))
         self._keep(inputs.rows, inputs.lengths, states)
 
     def _keep(self, rows: Tensor, positions: Tensor, states: Tensor) -> None:

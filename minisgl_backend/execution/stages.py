@@ -147,27 +147,27 @@ class Stages:
         """The logits of a decode step, to be captured, for the first ``batch_size`` rows of
         ``inputs``."""
         step = begin_decode(self.rows.table, inputs, batch_size, self.rows.page_size)
-        found = self.forward.over_decodes(step, grouped=grouped, adapted=adapted, checks=checks)
-        part = self.model.logits_part(found.residual, out=self._own_logits[:batch_size])
+        output = self.forward.over_decodes(step, grouped=grouped, adapted=adapted, checks=checks)
+        part = self.model.logits_part(output.residual, out=self._own_logits[:batch_size])
         follow = None
         if self.mtp is not None:
-            follow = partial(self.mtp.follow_decodes, step, found.for_mtp)
+            follow = partial(self.mtp.follow_decodes, step, output.for_mtp)
         return StepLogits(part, Samples(step.rows, step.lengths, step.tokens), follow)
 
-    def logits_of(self, batch: FlatBatch, found: LayersOutput) -> StepLogits:
-        """The logits of the tokens after which a token is sampled, if any, from what the layers
-        have returned."""
+    def logits_of(self, batch: FlatBatch, output: LayersOutput) -> StepLogits:
+        """The logits of the tokens after which a token is sampled, if any, from the ``output`` of
+        the layers."""
         rows, at = batch.sample_rows, batch.sample_indices
         numbers = np.array([at, rows, batch.sample_positions, batch.tokens[at]], np.int32)
         indices, sample_rows, positions, previous = self.device.upload(numbers)
         previous = self.rows.table.resolved(sample_rows, previous)
         samples, follow = Samples(sample_rows, positions, previous), None
         if self.mtp is not None:
-            follow = partial(self.mtp.follow_batch, batch, found.for_mtp, samples, indices)
+            follow = partial(self.mtp.follow_batch, batch, output.for_mtp, samples, indices)
         if not len(rows):
             return StepLogits(self._own_logits[:0], samples, follow)
         with self.mark("logits"):
-            logits = self.model.logits_part(found.residual.index_select(0, indices))
+            logits = self.model.logits_part(output.residual.index_select(0, indices))
         if self._watch_logits is not None:
             logits = self._watch_logits(logits, rows)
         return StepLogits(logits, samples, follow)

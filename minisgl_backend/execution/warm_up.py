@@ -118,8 +118,8 @@ class WarmUp:
             if num_decodes and (num_shared := last // stages.rows.page_size):
                 batch = replace(batch, groups=_one_group(num_decodes, num_shared))
             tokens = plan.chunks.tokens
-            found = self._layers(batch)
-            hidden, due = found.residual, stages.logits_of(batch, found)
+            layers_output = self._layers(batch)
+            hidden, due = layers_output.residual, stages.logits_of(batch, layers_output)
             if stages.model.group.size > 1:
                 stages.sample(due, all_logits=False)
             output = stages.sample(due, all_logits=True)

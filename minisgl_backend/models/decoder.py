@@ -75,7 +75,7 @@ class LayersOutput:
 
     ``residual`` [num_tokens, hidden_size] is the residual stream after the last layer, not
     normalized. ``for_mtp`` is what an MTP layer reads: the same, or the stream before each of its
-    ``sources``, side by side [num_tokens, number of sources * hidden_size].
+    ``read_layers``, side by side [num_tokens, number of these * hidden_size].
     """
 
     residual: Tensor
@@ -289,10 +289,12 @@ class Decoder(nn.Module):
             )
             for table, in_window, grows in self._places
         ]
-        read, parts = residual, dict[int, Tensor]()
-        if self.mtp is not None and (sources := self.mtp.sources):
-            read = residual.new_empty(len(residual), len(sources) * spec.hidden_size)
-            parts = dict(zip(sources, read.tensor_split(len(sources), dim=1), strict=True))
+        for_mtp, parts = residual, dict[int, Tensor]()
+        if self.mtp is not None and (read_layers := self.mtp.read_layers):
+            width = len(read_layers) * spec.hidden_size
+            for_mtp = residual.new_empty(len(residual), width)
+            streams = for_mtp.tensor_split(len(read_layers), dim=1)
+            parts = dict(zip(read_layers, streams, strict=True))
         next_norms = [layer.first_norm for layer in layers[1:]] + [self.model.norm]
         for index, (layer, norm) in enumerate(zip(layers, next_norms, strict=True)):
             if index in parts:
@@ -301,7 +303,7 @@ class Decoder(nn.Module):
                 residual, x = layer(residual, x, norm, steps[self._places_of[index]])
         if len(layers) in parts:
             self._keep_stream(residual, parts[len(layers)])
-        return LayersOutput(residual, read if parts else residual)
+        return LayersOutput(residual, for_mtp if parts else residual)
 
     def _keep_stream(self, residual: Tensor, out: Tensor) -> None:
         """Copy the residual stream of the publisher's model, which later layers overwrite."""
@@ -310,11 +312,11 @@ class Decoder(nn.Module):
         else:
             torch.mul(residual, scale, out=out)
 
-    def first_mtp_states(self, read: Tensor) -> Tensor:
+    def first_mtp_states(self, layer_input: Tensor) -> Tensor:
         """The states that the MTP layer's first pass takes, [num_tokens, state_size], from
         ``LayersOutput.for_mtp``. They are finite: no sampled token would show NaN in the layer's
         keys and values (``cache.kv``)."""
-        return self._guessing.first_states(read, self.model.norm)
+        return self._guessing.first_states(layer_input, self.model.norm)
 
     def forward_mtp(
         self, tokens: Tensor, states: Tensor, positions: Tensor, slots: Tensor, attend: Attend

@@ -38,16 +38,16 @@ class EagleLayer(nn.Module):
         """``spec`` is the model with the layer."""
         super().__init__()
         own, matrices = eagle.layer, matrices.of_plain()
-        self.sources = eagle.sources_in(spec.num_layers)
+        self.read_layers = eagle.read_layers_in(spec.num_layers)
         self.state_size = own.hidden_size
         self._norm_before_residual = eagle.norm_before_residual
         self._norm_output = eagle.norm_output
-        num_inputs = len(self.sources) * spec.hidden_size
+        num_inputs = len(self.read_layers) * spec.hidden_size
         self.input_norm = RMSNorm(num_inputs, own.norm_eps) if eagle.norm_before_fc else None
         self.fc_norm: nn.ModuleList | None = None
         if eagle.fc_norm:
             self.fc_norm = nn.ModuleList(
-                RMSNorm(spec.hidden_size, own.norm_eps) for _ in self.sources
+                RMSNorm(spec.hidden_size, own.norm_eps) for _ in self.read_layers
             )
         self.fc = RowLinear(
             "fc", num_inputs, own.hidden_size, bias=False, group=group, matrices=matrices
@@ -64,14 +64,14 @@ class EagleLayer(nn.Module):
         return self.model.embed_tokens
 
     @property
-    def apart(self) -> nn.Module:
+    def outside_kernels(self) -> nn.Module:
         return self
 
-    def first_states(self, read: Tensor, norm: RMSNorm) -> Tensor:
-        read.nan_to_num_(0.0, 0.0, 0.0)  # an infinite number would become NaN in sums
-        x = Normed(read, self.input_norm).normalized(pdl=False)
+    def first_states(self, layer_input: Tensor, norm: RMSNorm) -> Tensor:
+        layer_input.nan_to_num_(0.0, 0.0, 0.0)  # an infinite number would become NaN in sums
+        x = Normed(layer_input, self.input_norm).normalized(pdl=False)
         if self.fc_norm is not None:
-            parts = zip(x.tensor_split(len(self.sources), dim=1), self.fc_norm, strict=True)
+            parts = zip(x.tensor_split(len(self.read_layers), dim=1), self.fc_norm, strict=True)
             x = torch.cat(
                 [Normed(part, cast(RMSNorm, of)).normalized(pdl=False) for part, of in parts], dim=1
             )
@@ -155,8 +155,8 @@ class _Body(nn.Module):
 
 
 class DraftedTokens(nn.Module):
-    """The token of each row of the output head: ``tokens`` int32[num_drafted]. A checkpoint has its
-    distance from the row's number; it may leave that out if the head has all tokens."""
+    """The token of each row of the output head: ``tokens`` int32[num_drafted]. A checkpoint has
+    offsets, token less row; it may leave them out if the head has all tokens."""
 
     def __init__(self, num_drafted: int, vocab_size: int):
         super().__init__()
@@ -172,7 +172,7 @@ class DraftedTokens(nn.Module):
 
 
 class _OffsetsPlace:
-    """Where the distances go (``Place``)."""
+    """Where the offsets go (``Place``)."""
 
     def __init__(self, tokens: Tensor, vocab_size: int):
         self._tokens = tokens

@@ -79,7 +79,7 @@ def use_tensor_cores(model: Decoder, device: torch.device) -> None:
         if most_tokens:
             model.use_tensor_cores(make(device, most_tokens))
         if model.mtp is not None:
-            _use_separately(model.mtp.apart, kernels_for)
+            _use_separately(model.mtp.outside_kernels, kernels_for)
         _use_rounded_head(model, kernels_for)
         return
     batches = [_use_separately(layer, kernels_for) for layer in model.main_layers]

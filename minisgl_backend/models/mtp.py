@@ -29,11 +29,11 @@ from minisgl_backend.parallel.group import Group
 class GuessingLayer(Protocol):
     """A layer that guesses: states of its own, from which it makes the best next tokens.
 
-    It reads the model's residual stream before the layers ``sources``, or behind the last one if
+    It reads the model's residual stream before each of ``read_layers``, or behind the last layer if
     there are none. States are [num_tokens, ``state_size``].
     """
 
-    sources: tuple[int, ...]
+    read_layers: tuple[int, ...]
     state_size: int
 
     @property
@@ -41,13 +41,13 @@ class GuessingLayer(Protocol):
         """The layer's own embedding; None if it takes the model's."""
 
     @property
-    def apart(self) -> nn.Module:
+    def outside_kernels(self) -> nn.Module:
         """The part that the kernels for whole layers of the model do not know."""
 
-    def first_states(self, read: Tensor, norm: RMSNorm) -> Tensor:
-        """The states that the first pass takes, all finite. ``read`` is [num_tokens, hidden_size]
-        or, with sources, that many times as wide; then it may be overwritten. ``norm`` is the
-        model's final one."""
+    def first_states(self, layer_input: Tensor, norm: RMSNorm) -> Tensor:
+        """The states that the first pass takes, all finite. ``layer_input`` is [num_tokens,
+        hidden_size] or, with ``read_layers``, that many times as wide; then it may be overwritten.
+        ``norm`` is the model's final one."""
 
     def states(self, embedded: Tensor, states: Tensor, step: StepContext) -> Tensor:
         """The next states, from embeddings of tokens and from ``states`` of the positions before
@@ -61,7 +61,7 @@ class MTPLayer(DecoderLayer):
     """The layer, with what joins its inputs, and with a final norm (``GuessingLayer``). The ranks
     split the inputs of the projection that joins them. States are normalized."""
 
-    sources: tuple[int, ...] = ()
+    read_layers: tuple[int, ...] = ()
     embedding: VocabEmbedding | None = None
 
     def __init__(
@@ -88,11 +88,11 @@ class MTPLayer(DecoderLayer):
         self.rounded_head: QuantizedMatrix | None = None
 
     @property
-    def apart(self) -> nn.Module:
+    def outside_kernels(self) -> nn.Module:
         return self.eh_proj
 
-    def first_states(self, read: Tensor, norm: RMSNorm) -> Tensor:
-        return Normed(read, norm).normalized(pdl=False).nan_to_num_()
+    def first_states(self, layer_input: Tensor, norm: RMSNorm) -> Tensor:
+        return Normed(layer_input, norm).normalized(pdl=False).nan_to_num_()
 
     def states(self, embedded: Tensor, states: Tensor, step: StepContext) -> Tensor:
         pdl, norm = step.pdl, self.shared_head.norm

@@ -395,9 +395,9 @@ class EagleSpec:
 
     ``layer`` is a model of this layer alone; its ``vocab_size`` is that of the model, and the
     output head has ``num_drafted`` tokens of it. The layer reads the model's residual stream before
-    each of the layers ``sources``, where the number of layers stands for its end; None: where
-    publishers take it by default. With ``norm_before_fc`` all that it reads is normalized together,
-    with ``fc_norm`` the stream of each place by itself, before its state is made of it. With
+    each of ``read_layers``, where the number of layers stands for its end; None: where publishers
+    take it by default. With ``norm_before_fc`` all that it reads is normalized together, with
+    ``fc_norm`` the stream of each place by itself, before its state is made of it. With
     ``norm_before_residual`` the layer adds to its normalized state, not to the state itself; with
     ``norm_output`` the next state is its normalized output. Without ``own_embedding`` it takes the
     model's.
@@ -406,19 +406,19 @@ class EagleSpec:
     layer: ModelSpec
     target_size: int
     num_drafted: int
-    sources: tuple[int, ...] | None = None
+    read_layers: tuple[int, ...] | None = None
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_before_residual: bool = False
     norm_output: bool = False
     own_embedding: bool = False
 
-    def sources_in(self, num_layers: int) -> tuple[int, ...]:
-        """``sources`` in a model with this number of layers; raises ``ConfigError`` if there are
-        none such."""
-        found = self.sources or (2, num_layers // 2, num_layers - 3)
+    def read_layers_in(self, num_layers: int) -> tuple[int, ...]:
+        """``read_layers`` of a model with this number of layers; raises ``ConfigError`` if it does
+        not have them."""
+        found = self.read_layers or (2, num_layers // 2, num_layers - 3)
         is_ascending = all(one < other for one, other in pairwise(found))
-        if not (is_ascending and found[0] >= 0 and found[-1] <= num_layers):
+        if not is_ascending or found[-1] > num_layers:
             raise ConfigError(
                 f"the EAGLE-3 layer reads the residual stream before the layers "
                 f"{', '.join(map(str, found))}, which must be in ascending order and at most "
@@ -432,8 +432,8 @@ class EagleSpec:
         size, heads = self.layer.hidden_size, self.layer.heads_of(0)
         # queries, keys and values are also made of the embedding
         of_embedding = size * heads.head_dim * (heads.num_heads + 2 * heads.num_kv_heads)
-        num_sources = 3 if self.sources is None else len(self.sources)
-        inputs = num_sources * self.target_size * size
+        num_read = 3 if self.read_layers is None else len(self.read_layers)
+        inputs = num_read * self.target_size * size
         return self.layer.num_active_parameters + of_embedding + inputs
 
     @property
@@ -629,7 +629,7 @@ class ModelSpec:
         for reason, is_one in reasons.items():
             if is_one:
                 raise ConfigError(f"option speculative_mtp_model: {self.architecture} has {reason}")
-        eagle.sources_in(last)
+        eagle.read_layers_in(last)
         heads, ropes = self.heads, self.ropes
         if heads or own.heads_of(0) != self._same_heads:
             heads = (*(self.heads_of(layer) for layer in range(last)), own.heads_of(0))

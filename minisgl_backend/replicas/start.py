@@ -59,12 +59,14 @@ def start_replicas(options: EngineOptions, module: str) -> ReplicatedEngine:
 
 def _of_replica(options: EngineOptions, folder: Path, device: str) -> EngineOptions:
     """The options that each replica gets."""
-    layer = options.speculative_mtp_model
+    layer_folder = options.speculative_mtp_model
+    if layer_folder is not None:
+        layer_folder = str(resolve_model(layer_folder, options.model_source))
     return replace(
         options,
         # the replicas use the folders and the device that were chosen here
         model=str(folder),
-        speculative_mtp_model=layer and str(resolve_model(layer, options.model_source)),
+        speculative_mtp_model=layer_folder,
         device=device,
         # the parent keeps the limits of the queue, whichever replica a request waits at
         max_queued_requests=(options.data_parallel_size - 1) * options.max_running_requests

@@ -61,13 +61,15 @@ def located(options: EngineOptions) -> EngineOptions:
     source = options.model_source
     model = str(resolve_model(options.model, source).resolve())
     tokenizer = options.tokenizer and str(resolve_tokenizer(options.tokenizer, source).resolve())
-    layer = options.speculative_mtp_model
+    layer_folder = options.speculative_mtp_model
+    if layer_folder is not None:
+        layer_folder = str(resolve_model(layer_folder, source).resolve())
     modules = adapter_paths(replace(options, multi_lora=None))
     return replace(
         options,
         model=model,
         tokenizer=tokenizer,
-        speculative_mtp_model=layer and str(resolve_model(layer, source).resolve()),
+        speculative_mtp_model=layer_folder,
         lora_modules=",".join(f"{n}={Path(path).resolve()}" for n, path in modules.items()) or None,
         multi_lora=options.multi_lora and str(Path(options.multi_lora).resolve()),
         node_secret_file=options.node_secret_file and str(Path(options.node_secret_file).resolve()),

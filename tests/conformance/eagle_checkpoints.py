@@ -29,14 +29,14 @@ _THETA: Final = 5000.0
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
     """A layer, and how its publisher writes it. ``hidden_size`` and ``heads`` are the model's
-    unless given. ``sources``: the layers before which the residual stream is read; None: those by
+    unless given. ``read_layers``: those before which the residual stream is read; None: those by
     default, which config.json does not name."""
 
     num_drafted: int
     hidden_size: int | None = None
     heads: tuple[int, int, int] | None = None
     speculators: bool = False
-    sources: tuple[int, ...] | None = None
+    read_layers: tuple[int, ...] | None = None
     own_embedding: bool = False
     biased: bool = False
     head_norms: bool = False
@@ -49,18 +49,20 @@ class Form:
 FORMS: Final[Mapping[str, Form]] = MappingProxyType(
     {
         "default": Form(num_drafted=200),
-        "named": Form(num_drafted=100, sources=(1, 4, 6), own_embedding=True, heads=(2, 1, 48)),
+        "named": Form(num_drafted=100, read_layers=(1, 4, 6), own_embedding=True, heads=(2, 1, 48)),
         "speculators": Form(
             num_drafted=256,
             speculators=True,
-            sources=(0, 3, 8),
+            read_layers=(0, 3, 8),
             heads=(4, 4, 16),
             biased=True,
             norm_before_residual=True,
             norm_before_fc=True,
         ),
-        "narrow": Form(num_drafted=90, hidden_size=48, heads=(3, 1, 32), own_embedding=True),
-        "3.1": Form(num_drafted=150, fc_norm=True, norm_output=True),
+        "narrow": Form(
+            num_drafted=90, hidden_size=48, read_layers=(5,), heads=(3, 1, 32), own_embedding=True
+        ),
+        "3.1": Form(num_drafted=150, read_layers=(1, 6), fc_norm=True, norm_output=True),
         "head-norms": Form(
             num_drafted=180,
             speculators=True,
@@ -89,7 +91,7 @@ class EagleReference(nn.Module):
         own = config.num_attention_heads, config.num_key_value_heads, _head_dim(config)
         self.heads = form.heads or own
         num_heads, num_kv_heads, head_dim = self.heads
-        self.sources = form.sources or (2, NUM_LAYERS // 2, NUM_LAYERS - 3)
+        self.read_layers = form.read_layers or (2, NUM_LAYERS // 2, NUM_LAYERS - 3)
         size, inner = self.size, 80
         layer: Any = nn.Module()
         layer.input_layernorm, layer.hidden_norm = nn.RMSNorm(size), nn.RMSNorm(size)
@@ -108,12 +110,12 @@ class EagleReference(nn.Module):
         layer.mlp.down_proj = nn.Linear(inner, size, bias=False)
         self.midlayer: Any = layer
         self.norm = nn.RMSNorm(size)
-        num_inputs = len(self.sources) * self.target_size
+        num_inputs = len(self.read_layers) * self.target_size
         self.fc = nn.Linear(num_inputs, size, bias=False)
         if form.norm_before_fc:
             self.input_norm = nn.RMSNorm(num_inputs)
         if form.fc_norm:
-            self.fc_norm = nn.ModuleList(nn.RMSNorm(self.target_size) for _ in self.sources)
+            self.fc_norm = nn.ModuleList(nn.RMSNorm(self.target_size) for _ in self.read_layers)
         self.lm_head = nn.Linear(size, form.num_drafted, bias=False)
         if form.own_embedding:
             self.embed_tokens = nn.Embedding(self.vocab_size, size)
@@ -129,7 +131,7 @@ class EagleReference(nn.Module):
         return self.models[0]
 
     def streams_of(self, tokens: Tensor) -> Tensor:
-        """What the layer reads of the model's residual stream, [num_tokens, sources x size]."""
+        """What the layer reads of the model's residual stream, [num_tokens, read layers x size]."""
         decoder, found = self.model.get_decoder(), dict[int, Tensor]()
 
         def keep(index: int) -> Any:
@@ -147,13 +149,15 @@ class EagleReference(nn.Module):
         decoder(tokens[None])
         for handle in handles:
             handle.remove()
-        return torch.cat([found[index] for index in self.sources], dim=-1)
+        return torch.cat([found[index] for index in self.read_layers], dim=-1)
 
     def first_states(self, streams: Tensor) -> Tensor:
         if self.form.norm_before_fc:
             streams = self.input_norm(streams)
         if self.form.fc_norm:
-            parts = zip(streams.tensor_split(len(self.sources), dim=-1), self.fc_norm, strict=True)
+            parts = zip(
+                streams.tensor_split(len(self.read_layers), dim=-1), self.fc_norm, strict=True
+            )
             streams = torch.cat([norm(part) for part, norm in parts], dim=-1)
         states: Tensor = self.fc(streams)
         return states
@@ -333,11 +337,11 @@ def config_of(reference: EagleReference) -> dict[str, Any]:
             "architectures": ["Eagle3Speculator"],
             "speculators_model_type": "eagle3",
             "transformer_layer_config": layer,
-            "eagle_aux_hidden_state_layer_ids": form.sources and list(form.sources),
+            "eagle_aux_hidden_state_layer_ids": form.read_layers and list(form.read_layers),
             **common,
         }
     read: dict[str, Any] = {}
-    if form.sources is not None:  # named by the layers whose outputs they are
-        ids = [source - 1 for source in form.sources]
+    if form.read_layers is not None:  # named by the layers whose outputs they are
+        ids = [layer - 1 for layer in form.read_layers]
         read = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": ids}}
     return {"architectures": ["LlamaForCausalLMEagle3"], **layer, **common, **read}

@@ -86,7 +86,7 @@ def read_eagle(config: ConfigReader) -> EagleSpec:
         layer=spec,
         target_size=config.integer("target_hidden_size", spec.hidden_size, maximum=MOST_WIDTH),
         num_drafted=config.integer("draft_vocab_size", spec.vocab_size, maximum=spec.vocab_size),
-        sources=_before_layers(config, inner),
+        read_layers=_read_layers(config, inner),
         norm_before_fc=inner.flag("norm_before_fc", config.flag("norm_before_fc")),
         fc_norm=config.flag("fc_norm"),
         norm_before_residual=config.flag("norm_before_residual"),
@@ -127,8 +127,8 @@ def _layer(config: ConfigReader) -> ModelSpec:
     return spec
 
 
-def _before_layers(config: ConfigReader, inner: ConfigReader) -> tuple[int, ...] | None:
-    """``EagleSpec.sources``, if they are given; ``inner`` is ``eagle_config``."""
+def _read_layers(config: ConfigReader, inner: ConfigReader) -> tuple[int, ...] | None:
+    """``EagleSpec.read_layers``, if they are given; ``inner`` is ``eagle_config``."""
     if found := config.integers(_IDS):
         return _within_models(config, found)
     # these are the layers whose outputs are read

@@ -77,7 +77,7 @@ def test_the_plain_form() -> None:
     assert (eagle.target_size, eagle.num_drafted, eagle.sources) == (5120, 32000, None)
     assert not (eagle.norm_before_residual or eagle.norm_before_fc or eagle.own_embedding)
     assert eagle.layer.heads_of(0) == LayerHeads(40, 8, 128)
-    assert eagle.sources_in(40) == (2, 20, 37)
+    assert eagle.read_layers_in(40) == (2, 20, 37)
     bare = {key: value for key, value in PLAIN.items() if key != "draft_vocab_size"}
     assert read(bare).num_drafted == 151936  # all
 
@@ -101,16 +101,16 @@ def test_norms() -> None:
 def test_layers_are_counted_in_two_ways() -> None:
     ids = [1, 46, 90]
     of_outputs = read(PLAIN, eagle_config={"eagle_aux_hidden_state_layer_ids": ids})
-    assert of_outputs.sources == (2, 47, 91) == read(PLAIN).sources_in(94)
+    assert of_outputs.read_layers == (2, 47, 91) == read(PLAIN).read_layers_in(94)
     before = read(SPECULATORS, eagle_aux_hidden_state_layer_ids=ids)
-    assert before.sources == (1, 46, 90)
-    assert read(PLAIN, eagle_config={"eagle_aux_hidden_state_layer_ids": []}).sources is None
-    assert before.sources_in(90) == before.sources  # the last is the end of the stream
+    assert before.read_layers == (1, 46, 90)
+    assert read(PLAIN, eagle_config={"eagle_aux_hidden_state_layer_ids": []}).read_layers is None
+    assert before.read_layers_in(90) == before.read_layers  # the last is the end of the stream
     for num_layers in (89, 6):
         with pytest.raises(ConfigError, match=f"1, 46, 90, .* at most {num_layers}, the number"):
-            before.sources_in(num_layers)
+            before.read_layers_in(num_layers)
     with pytest.raises(ConfigError, match="before the layers 2, 3, 3, which must be in ascending"):
-        read(PLAIN).sources_in(6)
+        read(PLAIN).read_layers_in(6)
 
 
 def test_names_of_tensors() -> None:

@@ -109,8 +109,7 @@ class MTPGuesses:
         table = self._table
         is_last = table.lengths.index_select(0, rows) == positions
         to = torch.where(is_last, rows, table.dummy_row).long()
-        # padding of graphs reads the dummy row's, and must write finite keys and values
-        self._states.index_copy_(0, to, states.nan_to_num())
+        self._states.index_copy_(0, to, states)
 
     def guess(self, rows: IntArray) -> Tensor:
         """Guess the tokens after the last one of each of ``rows``, as many as the row table has

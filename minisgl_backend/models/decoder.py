@@ -314,8 +314,7 @@ class Decoder(nn.Module):
 
     def first_mtp_states(self, layer_input: Tensor) -> Tensor:
         """The states that the MTP layer's first pass takes, [num_tokens, state_size], from
-        ``LayersOutput.for_mtp``. They are finite: no sampled token would show NaN in the layer's
-        keys and values (``cache.kv``)."""
+        ``LayersOutput.for_mtp``."""
         return self._guessing.first_states(layer_input, self.model.norm)
 
     def forward_mtp(

@@ -68,7 +68,6 @@ class EagleLayer(nn.Module):
         return self
 
     def first_states(self, layer_input: Tensor, norm: RMSNorm) -> Tensor:
-        layer_input.nan_to_num_(0.0, 0.0, 0.0)  # an infinite number would become NaN in sums
         x = Normed(layer_input, self.input_norm).normalized(pdl=False)
         if self.fc_norm is not None:
             parts = zip(x.tensor_split(len(self.read_layers), dim=1), self.fc_norm, strict=True)
@@ -81,6 +80,7 @@ class EagleLayer(nn.Module):
 
     def states(self, embedded: Tensor, states: Tensor, step: StepContext) -> Tensor:
         layer, pdl = self.midlayer, step.pdl
+        states.nan_to_num_()
         normed = Normed(states, layer.hidden_norm).normalized(pdl=pdl)
         joined = torch.cat(
             [Normed(embedded, layer.input_layernorm).normalized(pdl=pdl), normed], dim=1

@@ -45,13 +45,15 @@ class GuessingLayer(Protocol):
         """The part that the kernels for whole layers of the model do not know."""
 
     def first_states(self, layer_input: Tensor, norm: RMSNorm) -> Tensor:
-        """The states that the first pass takes, all finite. ``layer_input`` is [num_tokens,
-        hidden_size] or, with ``read_layers``, that many times as wide; then it may be overwritten.
-        ``norm`` is the model's final one."""
+        """The states that the first pass takes. ``layer_input`` is [num_tokens, hidden_size] or,
+        with ``read_layers``, that many times as wide. ``norm`` is the model's final one."""
 
     def states(self, embedded: Tensor, states: Tensor, step: StepContext) -> Tensor:
         """The next states, from embeddings of tokens and from ``states`` of the positions before
-        them, which may be overwritten."""
+        them, which may be overwritten.
+
+        Whatever ``states`` are, keys and values are made of finite numbers: no sampled token would
+        show NaN in them (``cache.kv``)."""
 
     def best_tokens(self, states: Tensor, head: OutputHead) -> Tensor:
         """The likeliest tokens by the states; ``head`` is the model's."""
@@ -92,7 +94,7 @@ class MTPLayer(DecoderLayer):
         return self.eh_proj
 
     def first_states(self, layer_input: Tensor, norm: RMSNorm) -> Tensor:
-        return Normed(layer_input, norm).normalized(pdl=False).nan_to_num_()
+        return Normed(layer_input, norm).normalized(pdl=False)
 
     def states(self, embedded: Tensor, states: Tensor, step: StepContext) -> Tensor:
         pdl, norm = step.pdl, self.shared_head.norm
@@ -100,7 +102,7 @@ class MTPLayer(DecoderLayer):
         joined = torch.cat([x.normalized(pdl=pdl) for x in pair], dim=1)
         ins = self.eh_proj.matrix.ins
         own = joined[:, ins.start : ins.end].contiguous()
-        residual = self.eh_proj(Normed(own), pdl=pdl)
+        residual = self.eh_proj(Normed(own), pdl=pdl).nan_to_num_()
         _, x = self(residual, Normed(residual, self.input_layernorm), norm, step)
         assert isinstance(x, Normed)
         return x.normalized(pdl=pdl)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.layers.matrix import DenseMatrix
 from minisgl_backend.model_check import checked_spec
 from minisgl_backend.models.adapter_slots import AdapterSlots
 from minisgl_backend.models.build import build_model
@@ -125,6 +126,27 @@ def test_packed_weights_give_the_same(tmp_path: Path) -> None:
         assert model.best_mtp_tokens(found).tolist() == best.tolist()
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_numbers_that_overflow_leave_keys_and_values_finite(form: str, tmp_path: Path) -> None:
+    """As they may in float16: those of the layer's first states, and of its own."""
+    write_eagle_checkpoint("qwen3", tmp_path, FORMS[form])
+    prompt = load(tmp_path, OneRank())
+    model, tokens = prompt.model, tokens_of(prompt.model.spec.vocab_size)
+    assert model.eagle is not None and isinstance(model.eagle.fc.matrix, DenseMatrix)
+    kv, unwritten = model.eagle.midlayer.self_attn.kv, 7.0
+    with torch.inference_mode():
+        kv.keys.fill_(unwritten)
+        kv.values.fill_(unwritten)
+        model.eagle.fc.matrix.weight.mul_(torch.finfo(torch.float32).max)
+        first = model.first_mtp_states(prompt.output(tokens[:-1]).for_mtp)
+        assert not first.isfinite().all()
+        last = prompt.mtp_states(tokens[1:], first, 0)[-1:]
+        last[:, 0] = torch.inf
+        prompt.mtp_states(tokens[:1], last, LENGTH - 1)
+    for numbers in (kv.keys.flatten(0, 1), kv.values.flatten(0, 1)):
+        assert numbers.isfinite().all() and (numbers[:LENGTH] != unwritten).all()
+
+
 def test_adapters_are_for_the_models_layers(tmp_path: Path) -> None:
     write_eagle_checkpoint("qwen3", tmp_path, FORMS["default"])
     model = load(tmp_path, OneRank()).model
@@ -166,7 +188,9 @@ def test_quantization_leaves_the_layer_plain(tmp_path: Path) -> None:
             assert torch.equal(tensor, layers[1][name])
 
 
-@pytest.mark.parametrize("name", ["fc.weight", "d2t", "midlayer.hidden_norm.weight"])
+@pytest.mark.parametrize(
+    "name", ["fc.weight", "d2t", "midlayer.hidden_norm.weight", "lm_head.weight"]
+)
 def test_a_layer_without_a_tensor_is_refused(name: str, tmp_path: Path) -> None:
     write_eagle_checkpoint("qwen3", tmp_path, FORMS["default"])
     path = tmp_path / "eagle" / "model.safetensors"

@@ -246,6 +246,28 @@ def test_adapters_are_for_the_other_layers(tmp_path: Path) -> None:
     assert slots.projections and not any(name.startswith(last) for name in slots.projections)
 
 
+@pytest.mark.parametrize("case", ["qwen3.5", "glm4-moe"])
+def test_numbers_that_overflow_leave_keys_and_values_finite(case: str, tmp_path: Path) -> None:
+    """As they may in float16: those of the projection that joins inputs, and of states."""
+    write_mtp_checkpoint(case, tmp_path)
+    spec = spec_of(tmp_path)
+    prompt, tokens = PromptOnRank.load(spec, tmp_path, OneRank()), tokens_of(spec)
+    mtp = prompt.model.mtp
+    assert isinstance(mtp, MTPLayer) and isinstance(mtp.eh_proj.matrix, DenseMatrix)
+    assert isinstance(mtp.mixer, SelfAttention)
+    kv, unwritten = mtp.mixer.kv, 7.0
+    with torch.inference_mode():
+        kv.keys.fill_(unwritten)
+        kv.values.fill_(unwritten)
+        mtp.eh_proj.matrix.weight.mul_(torch.finfo(torch.float32).max)
+        first = prompt.model.first_mtp_states(prompt.output(tokens[:-1]).for_mtp)
+        last = prompt.mtp_states(tokens[1:], first, 0)[-1:]
+        last[:, 0] = torch.inf
+        prompt.mtp_states(tokens[:1], last, LENGTH - 1)
+    for numbers in (kv.keys.flatten(0, 1), kv.values.flatten(0, 1)):
+        assert numbers.isfinite().all() and (numbers[:LENGTH] != unwritten).all()
+
+
 def test_packed_weights_give_the_same(tmp_path: Path) -> None:
     write_mtp_checkpoint("qwen3.5-experts", tmp_path)
     prompt = PromptOnRank.load(spec_of(tmp_path), tmp_path, OneRank())

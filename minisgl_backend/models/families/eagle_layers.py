@@ -20,8 +20,7 @@ from minisgl_backend.models.families.qwen import read_qwen3
 from minisgl_backend.models.spec import MOST_LAYERS, MOST_WIDTH, EagleSpec, ModelSpec
 
 _ARCHITECTURES: Final = frozenset(
-    {"LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Qwen3ForCausalLMEagle3"}
-    | {"Eagle3Qwen3ForCausalLM", "LlamaForCausalLM"}
+    {"LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM"}
 )
 """Of the first form. EAGLE's authors name Llama itself, with a ``draft_vocab_size``."""
 _LAYERS: Final[Mapping[str, Callable[[ConfigReader], ModelSpec]]] = MappingProxyType(
@@ -59,6 +58,8 @@ _ONLY: Final[Mapping[str, object]] = MappingProxyType(
     }
 )
 """Keys of ``eagle_config``, with the only value that is supported."""
+_NOT_SWAPPED: Final[Mapping[str, object]] = MappingProxyType({"swap_h_and_emb": False})
+"""Attention takes the embedding first, and then the state. The other order has the same shapes."""
 _IDS: Final = "eagle_aux_hidden_state_layer_ids"
 
 
@@ -79,8 +80,9 @@ def read_eagle(config: ConfigReader) -> EagleSpec:
             raise ConfigError(
                 f"{part.where}: quantized weights of EAGLE-3 layers are not supported"
             )
+        check_supported(part, _NOT_SWAPPED)
     inner = ConfigReader(config.table("eagle_config"), f"{config.where}: eagle_config")
-    check_supported(inner, _ONLY)
+    check_supported(inner, {**_ONLY, **_NOT_SWAPPED})
     spec = _layer(layer)
     return EagleSpec(
         layer=spec,

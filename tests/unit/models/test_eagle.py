@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -10,13 +11,14 @@ import pytest
 
 from minisgl_backend.attention.base import LayerHeads
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.model_check import check_invariant_spec
 from minisgl_backend.models.catalog import parse_spec
 from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.eagle_checkpoint import EAGLE_NAMES, load_eagle
 from minisgl_backend.models.families.eagle_layers import read_eagle
 from minisgl_backend.models.spec import EagleSpec
 from minisgl_bench.dummy_model import SHAPES
-from tests.unit.models.config_jsons import DEEPSEEK_V3, GLM_4_5_AIR
+from tests.unit.models.config_jsons import DEEPSEEK_V3, GEMMA_2_9B, GLM_4_5_AIR, LLAMA_4_SCOUT
 
 QWEN3_14B: Final = parse_spec(SHAPES["qwen3-14b"])
 PLAIN: Final[dict[str, Any]] = {
@@ -74,7 +76,7 @@ def read_layer(**changes: Any) -> EagleSpec:
 
 def test_the_plain_form() -> None:
     eagle = read(PLAIN)
-    assert (eagle.target_size, eagle.num_drafted, eagle.sources) == (5120, 32000, None)
+    assert (eagle.target_size, eagle.num_drafted, eagle.read_layers) == (5120, 32000, None)
     assert not (eagle.norm_before_residual or eagle.norm_before_fc or eagle.own_embedding)
     assert eagle.layer.heads_of(0) == LayerHeads(40, 8, 128)
     assert eagle.read_layers_in(40) == (2, 20, 37)
@@ -143,6 +145,10 @@ def test_names_of_tensors() -> None:
         ({"draft_vocab_size": 151937}, "draft_vocab_size must be at most 151936"),
         ({"architectures": ["LlamaForCausalLMEagle"]}, "LlamaForCausalLMEagle'] is no EAGLE-3 la"),
         ({"architectures": ["Qwen3ForCausalLM"]}, "is no EAGLE-3 layer that is supported"),
+        ({"architectures": ["Qwen3ForCausalLMEagle3"]}, "is no EAGLE-3 layer that is supported"),
+        ({"swap_h_and_emb": True}, "swap_h_and_emb True is not supported, only False"),
+        ({"eagle_config": {"swap_h_and_emb": True}}, "eagle_config: swap_h_and_emb True is not su"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
         ({"architectures": ["LlamaForCausalLM"], "draft_vocab_size": None}, "is no EAGLE-3 layer"),
         ({"architectures": None}, "architectures None is no EAGLE-3 layer"),
         ({"speculators_model_type": "peagle"}, "speculators_model_type 'peagle' is not supported"),
@@ -166,6 +172,8 @@ def test_what_is_refused_of_speculators() -> None:
         read(SPECULATORS, transformer_layer_config=layer)
     with pytest.raises(ConfigError, match="num_hidden_layers 3 is not supported, only 1"):
         read_layer(num_hidden_layers=3)
+    with pytest.raises(ConfigError, match="layer_config: swap_h_and_emb True is not supported"):
+        read_layer(swap_h_and_emb=True)
     with pytest.raises(ConfigError, match="sliding_window is not supported in EAGLE-3 layers"):
         read_layer(model_type="qwen3", use_sliding_window=True, max_window_layers=0)
 
@@ -197,6 +205,9 @@ def test_the_layer_may_have_other_heads_and_another_rotation() -> None:
     assert shape.by_layer[-2:] == (LayerHeads(20, 4, 128), LayerHeads(10, 2, 128))
     with pytest.raises(ConfigError, match="cannot be split evenly over 8 tensor-parallel ranks"):
         spec.attention_shape(8)
+    check_invariant_spec(QWEN3_14B.with_eagle(read(PLAIN)))
+    with pytest.raises(ConfigError, match="no kernels for layers that differ in their heads"):
+        check_invariant_spec(spec)
 
 
 def test_windows_beside_the_layer() -> None:
@@ -213,25 +224,24 @@ def test_windows_beside_the_layer() -> None:
         (SHAPES["qwen3-0.6b"], {}, "a hidden_size of 1024, and the layer was made for 5120"),
         (SHAPES["qwen3-14b"], {"vocab_size": 32000}, "has 151936 tokens, and the layer 32000"),
         (DEEPSEEK_V3, {"hidden_size": 7168, "vocab_size": 129280}, "has latent attention, beside"),
-        (
-            {
-                "architectures": ["Gemma2ForCausalLM"],
-                **SHAPES["gemma-3-27b"],
-                "attn_logit_softcapping": 50.0,
-            },
-            {},
-            "has bounded attention scores",
-        ),
+        (GEMMA_2_9B, {}, "has bounded attention scores"),
+        (LLAMA_4_SCOUT, {}, "has sections of attention"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_models_that_do_not_fit(
     config: dict[str, Any], changes: dict[str, Any], message: str
 ) -> None:
-    if "attn_logit_softcapping" in config:
-        config = {**config, "architectures": ["Gemma2ForCausalLM"], "rope_scaling": None}
     with pytest.raises(ConfigError, match=f"option speculative_mtp_model: .*{message}"):
         parse_spec(config).with_eagle(read(PLAIN, **changes))
+
+
+def test_a_model_without_an_output_head() -> None:
+    embeds = replace(QWEN3_14B, tie_embeddings=True, generates=False)
+    with pytest.raises(
+        ConfigError, match="speculative_mtp_model: Qwen3ForCausalLM has no output h"
+    ):
+        embeds.with_eagle(read(PLAIN))
 
 
 def test_a_layer_in_place_of_the_models_own() -> None:

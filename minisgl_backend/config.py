@@ -148,15 +148,16 @@ class EngineOptions:
     )
     speculative_mtp_tokens: int = option(
         0,
-        "tokens that the model's layer for multi-token prediction (MTP) guesses for a request, to "
-        "be checked in the next step; 0: the layer is not loaded",
+        "tokens that the model's layer for multi-token prediction (MTP), or the EAGLE-3 layer in "
+        "its place, guesses for a request, to be checked in the next step; 0: no such layer is "
+        "loaded",
         minimum=0,
         maximum=16,
     )
     speculative_mtp_model: str | None = option(
         None,
-        "folder of an EAGLE-3 layer that was made for the model, or its id on the hub: it guesses "
-        "speculative_mtp_tokens in place of a layer of the model's own; auto: none",
+        "folder of an EAGLE-3 layer that was made for this model, or its id on the hub; it guesses "
+        "in place of the model's own MTP layer; auto: none",
     )
     speculative_max_requests: int = option(
         8, "nothing is guessed while more requests than this run", minimum=1, maximum=4096

@@ -51,15 +51,17 @@ _ONLY: Final[Mapping[str, object]] = MappingProxyType(
     {
         "next_layer_regular": True,
         "parallel_draft_step": 1,
-        "use_aux_hidden_state": True,
         "use_input_layernorm_in_first_layer": True,
         "use_last_layernorm": True,
         "use_mtp_layernorm": False,
     }
 )
 """Keys of ``eagle_config``, with the only value that is supported."""
-_NOT_SWAPPED: Final[Mapping[str, object]] = MappingProxyType({"swap_h_and_emb": False})
-"""Attention takes the embedding first, and then the state. The other order has the same shapes."""
+_ONLY_ANYWHERE: Final[Mapping[str, object]] = MappingProxyType(
+    {"use_aux_hidden_state": True, "swap_h_and_emb": False}
+)
+"""The same, of all parts of config.json. Attention takes the embedding first, and then the state:
+the other order has the same shapes."""
 _IDS: Final = "eagle_aux_hidden_state_layer_ids"
 
 
@@ -80,9 +82,9 @@ def read_eagle(config: ConfigReader) -> EagleSpec:
             raise ConfigError(
                 f"{part.where}: quantized weights of EAGLE-3 layers are not supported"
             )
-        check_supported(part, _NOT_SWAPPED)
+        check_supported(part, _ONLY_ANYWHERE)
     inner = ConfigReader(config.table("eagle_config"), f"{config.where}: eagle_config")
-    check_supported(inner, {**_ONLY, **_NOT_SWAPPED})
+    check_supported(inner, {**_ONLY, **_ONLY_ANYWHERE})
     spec = _layer(layer)
     return EagleSpec(
         layer=spec,

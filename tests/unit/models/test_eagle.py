@@ -136,6 +136,7 @@ def test_names_of_tensors() -> None:
         ({"num_hidden_layers": 2}, "num_hidden_layers 2 is not supported, only 1"),
         ({"model_type": "gpt_oss"}, "model_type 'gpt_oss' is not supported for EAGLE-3 layers"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state False is not su"),
+        ({"use_aux_hidden_state": False}, "use_aux_hidden_state False is not supported"),
         ({"eagle_config": {"use_mtp_layernorm": True}}, "use_mtp_layernorm True is not supported"),
         ({"eagle_config": {"use_last_layernorm": False}}, "use_last_layernorm False is not suppo"),
         ({"eagle_config": {"parallel_draft_step": 2}}, "parallel_draft_step 2 is not supported"),

@@ -42,8 +42,9 @@ class QuantizedWeight:
                  INT4   uint8 [out, in / 2], the even input in the low half; 8 stands for 0
                  E2M1   uint8 [out, in / 2], likewise; bit 3 of a code is the sign, the others
                         count through 0, 0.5, 1, 1.5, 2, 3, 4, 6
-        scales   [ceil(out / block[0]), ceil(in / block[1])]: floats, in float32 for E4M3; for E2M1
-                 uint8, exponents of 2 plus 127, or with ``row_scales`` float8_e4m3fn, not negative
+        scales   [ceil(out / block[0]), ceil(in / block[1])]: floats, in float32 for E4M3 and in
+                 kept weights for whole rows; for E2M1 uint8, exponents of 2 plus 127, or with
+                 ``row_scales`` float8_e4m3fn, not negative
         zeros    uint8 in the shape of ``scales``, from 0 to 16 for INT4; None: 8, or 128
         groups   int32 [in]: each input's column of ``scales``; None: i // block[1]. With
                  ``groups``, ``scales`` has a column for every group of the checkpoint's whole

@@ -20,7 +20,8 @@ class StoredWeight(nn.Module):
     """A ``QuantizedWeight`` whose tensors are parameters, for one weight or a stack of them.
 
     ``shape`` is [out_features, in_features], perhaps with the number of experts before. Scales of
-    integers are of the activations' type.
+    integers in groups are of the activations' type. Those of whole rows stay in float32: they are
+    few, and kernels take them so.
     """
 
     zeros: nn.Parameter | None
@@ -39,6 +40,8 @@ class StoredWeight(nn.Module):
         super().__init__()
         *stack, out_features, in_features = shape
         self.encoding, self.block = form.encoding, block
+        is_integer = form.encoding in (Encoding.INT4, Encoding.INT8)
+        self._casts_scales = is_integer and form.block[1] is not None
         columns = -(-(num_inputs if form.reorders else in_features) // block[1])
         lines = -(-out_features // block[0])
         float8 = form.encoding is Encoding.E4M3
@@ -73,7 +76,7 @@ class StoredWeight(nn.Module):
 
     def cast(self, dtype: torch.dtype) -> None:
         """Give scales the activations' type, if they have it."""
-        if self.encoding in (Encoding.INT4, Encoding.INT8):
+        if self._casts_scales:
             self.scales.data = self.scales.data.to(dtype)
 
     def put_into(self, rows: slice, index: int | None = None) -> Callable[[QuantizedWeight], None]:

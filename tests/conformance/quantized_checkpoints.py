@@ -75,10 +75,16 @@ def mxfp8(weight: Tensor, *, name: str = "weight_scale") -> Packed:
     return {"weight": codes.flatten(1), name: (exponents + 127).to(torch.uint8)}, numbers
 
 
-def int8(weight: Tensor, *, per_tensor: bool = False, static: bool = False) -> Packed:
+def int8(
+    weight: Tensor,
+    *,
+    per_tensor: bool = False,
+    static: bool = False,
+    scale_type: torch.dtype = torch.bfloat16,
+) -> Packed:
     """Per channel unless ``per_tensor``; ``static``: with scale and zero point of activations."""
     largest = weight.abs().max() if per_tensor else weight.abs().amax(dim=1, keepdim=True)
-    scale = (largest / 127.5).bfloat16()
+    scale = (largest / 127.5).to(scale_type)
     codes = (weight / scale.float()).round().clamp(-128, 127)
     tensors = {"weight": codes.to(torch.int8), "weight_scale": scale}
     if static:

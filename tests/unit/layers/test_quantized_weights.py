@@ -20,11 +20,12 @@ from torch import Tensor
 
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.kernels.packed_weight import dequantize_weight, pack
 from minisgl_backend.kernels.quantized import QuantizedWeight, dequantized, quantize
 from minisgl_backend.layers.experts import ExpertsMLP
 from minisgl_backend.layers.matrix import DenseMatrix, Matrix
 from minisgl_backend.layers.quantized_matrix import QuantizedMatrix
-from minisgl_backend.layers.quantized_place import QuantizedPlace
+from minisgl_backend.layers.quantized_place import QuantizedPlace, place_in
 from minisgl_backend.layers.router import Router
 from minisgl_backend.layers.stored_weight import StoredWeight
 from minisgl_backend.layers.weight_place import ReadTensor, Share, collect_places
@@ -184,6 +185,36 @@ def test_any_share_is_a_slice_of_the_whole(name: str) -> None:
         outs, ins = _share(rng, rows, step=1), _share(rng, columns, step=2)
         expected = numbers[outs.start : outs.end, ins.start : ins.end]
         assert torch.equal(_read(form, tensors, outs, ins), expected), (outs, ins)
+
+
+@pytest.mark.parametrize("per_tensor", [False, True])
+def test_kept_weights_in_int8_have_the_scales_of_the_checkpoint(per_tensor: bool) -> None:
+    """In float32, though the model is in bfloat16: kernels take scales of whole rows so."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(128, 256, generator=generator)
+    tensors, numbers = int8(weight, per_tensor=per_tensor, scale_type=torch.float32)
+    scales = tensors["weight_scale"]
+    assert not torch.equal(scales, scales.bfloat16().float())
+    form = _form(Layout.INT8, Encoding.INT8, (None if per_tensor else 1, None))
+    whole = Share(128, 0, 128), Share(256, 0, 256)
+    stored = StoredWeight(
+        form, block_of(form, [(0, whole[0])], whole[1]), weight.shape, num_inputs=256
+    )
+    stored.cast(torch.bfloat16)
+    place = place_in(stored, slice(0, 128), form, *whole)
+    place.fill({"codes": ReadTensor("", tensors["weight"]), "scales": ReadTensor("", scales)})
+    assert torch.equal(dequantized(stored.weight, torch.float32), numbers)
+    packed = pack(stored.weight)
+    assert packed is not None and packed.row_scales is not None
+    assert torch.equal(packed.row_scales, scales.flatten().expand(128))
+    assert torch.equal(dequantize_weight(packed.weight, torch.float32, packed=True), numbers)
+
+
+def test_kept_scales_of_groups_of_integers_have_the_type_of_the_model() -> None:
+    form = _form(Layout.PACKED, Encoding.INT4, (1, 64))
+    stored = StoredWeight(form, (1, 64), (128, 256), num_inputs=256)
+    stored.cast(torch.bfloat16)
+    assert stored.scales.dtype == torch.bfloat16
 
 
 def test_a_cut_inside_a_byte_is_refused() -> None:

@@ -244,7 +244,8 @@ class _Nvfp4:
         compressed-tensors   weight_packed, weight_global_scale, by which is divided
         ModelOpt             weight, weight_scale_2
 
-    Scales of groups may be 0: so are groups of zeros. There may be a scale of activations.
+    Scales of groups may be 0: so are groups of zeros. There may be a scale of activations. No
+    kernel uses it, and in published checkpoints those of some experts are not finite.
     """
 
     def __init__(self, codes: str, whole: str, inputs: str, *, divides: bool):
@@ -256,7 +257,7 @@ class _Nvfp4:
             "codes": _packed_halves(self._codes, share),
             "scales": replace(scales, may_be_zero=True),
             "whole": _scale_of_all(self._whole),
-            "input_scale": replace(_scale_of_all(self._inputs), optional=True),
+            "input_scale": StoredTensor(names=(self._inputs,), shapes=((), (1,)), optional=True),
         }
 
     def read(self, share: WeightShare, found: Mapping[str, ReadTensor]) -> QuantizedWeight:

@@ -452,10 +452,15 @@ SPOILT: Final[dict[str, tuple[str, Spoil, str]]] = {
         _set("weight_global_scale", 1e-39),
         r"q_proj\.weight_global_scale is too small to divide by",
     ),
-    "nvfp4 input scale inf": (
+    "nvfp4 input scale of another type": (
         "ct-nvfp4",
-        _set("input_global_scale", math.inf),
-        r"q_proj\.input_global_scale must be finite and above 0, it is inf",
+        _replace("input_global_scale", lambda scale: scale.int()),
+        r"q_proj\.input_global_scale has the type I32, the model needs F64 or F32 or F16 or BF16",
+    ),
+    "nvfp4 input scale of another shape": (
+        "modelopt-nvfp4-tied",
+        _replace("input_scale", lambda scale: scale.repeat(3)),
+        r"q_proj\.input_scale has the shape \(3,\), the model needs \(\) or \(1,\)",
     ),
     "nvfp4 no scale of all": (
         "ct-nvfp4",

@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 _FLOATS: Final = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 """Types of numbers other than codes."""
+_NO_EXPONENT: Final = 255
+"""What means NaN among the exponents of scales (OCP MX)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -153,13 +155,13 @@ def _uses(
 
 def _check_header(header: WeightHeader, wanted: StoredTensor) -> None:
     name = header.stored.name
-    if header.shape not in wanted.shapes:
-        needed = " or ".join(map(str, wanted.shapes))
-        raise ConfigError(f"{name} has the shape {header.shape}, the model needs {needed}")
-    if header.dtype not in wanted.dtypes:
+    if header.dtype not in wanted.dtypes:  # first: with other codes the shape may differ, too
         raise ConfigError(
             f"{name} has the type {header.dtype}, the model needs {' or '.join(wanted.dtypes)}"
         )
+    if header.shape not in wanted.shapes:
+        needed = " or ".join(map(str, wanted.shapes))
+        raise ConfigError(f"{name} has the shape {header.shape}, the model needs {needed}")
 
 
 def _as_spelled(
@@ -235,21 +237,24 @@ def _scaled(stored: StoredAs, values: Tensor, *, is_scale: bool) -> Tensor:
 
 
 def _check_scale(name: str, values: Tensor, wanted: StoredTensor) -> None:
-    """Raise ``ConfigError`` unless each scale is finite, and not 0, above 0 or without a sign, as
-    ``wanted``."""
-    limit = "not 0" if wanted.signed else "without a sign" if wanted.may_be_zero else "above 0"
-    if values.dtype in (torch.uint8, torch.float8_e8m0fnu):  # exponents
-        is_wrong = values.view(torch.uint8) == 255
+    """Raise ``ConfigError`` unless each scale is an exponent, or finite, and not 0, above 0 or
+    without a sign, as ``wanted``."""
+    are_exponents = values.dtype in (torch.uint8, torch.float8_e8m0fnu)
+    if are_exponents:
+        is_wrong = values.view(torch.uint8) == _NO_EXPONENT
     else:
         wide = values.float()  # what kernels compute with, even for float64
         beyond = wide.signbit() if wanted.may_be_zero else wide == 0 if wanted.signed else wide <= 0
         is_wrong = ~wide.isfinite() | beyond
-    if is_wrong.any():
-        at = is_wrong.nonzero()[0].tolist()
-        raise ConfigError(
-            f"{name} must be finite and {limit}, it is "
-            f"{values[tuple(at)].float().item()}" + (f" at {at}" if at else "")
-        )
+    if not is_wrong.any():
+        return
+    at = is_wrong.nonzero()[0].tolist()
+    where = f" at {at}" if at else ""
+    if are_exponents:
+        raise ConfigError(f"{name} is no exponent ({_NO_EXPONENT}){where}")
+    limit = "not 0" if wanted.signed else "without a sign" if wanted.may_be_zero else "above 0"
+    found = values[tuple(at)].float().item()
+    raise ConfigError(f"{name} must be finite and {limit}, it is {found}{where}")
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:

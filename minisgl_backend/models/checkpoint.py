@@ -28,6 +28,7 @@ from minisgl_backend.models.spec import (
     RecurrentSpec,
 )
 from minisgl_backend.models.tensor_names import BODY, LAYER, StoredAs, TensorNames
+from minisgl_backend.weight_format import Layout
 
 _INDEX: Final = "model.safetensors.index.json"
 _SINGLE: Final = "model.safetensors"
@@ -43,8 +44,6 @@ _BYTES: Final = MappingProxyType(
     {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1}
     | {"I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1}
 )
-_INPUTS_IN: Final = MappingProxyType({"U8": 2})
-"""Inputs in an element of a weight in codes of 4 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,14 +318,23 @@ def check_weights(spec: ModelSpec, files: WeightFiles) -> None:
         header = found.get(f"{module}.weight")
         if header is None:  # ``weights`` will list all that is missing
             continue
-        per_number = _INPUTS_IN.get(header.dtype, 1)
-        shape = *header.shape[:-1], *(size * per_number for size in header.shape[-1:])
+        shape, note = header.shape, ""
+        if _has_pairs(module, header, spec):
+            shape, note = (*shape[:-1], 2 * shape[-1]), ", with two inputs in a byte"
         for (field, value), stored in zip(sizes.items(), shape, strict=False):
             if value != stored:
                 raise ConfigError(
                     f"config.json: {field} is {value}, "
-                    f"but {header.stored.name} has the shape {header.shape}"
+                    f"but {header.stored.name} has the shape {shape}{note}"
                 )
+
+
+def _has_pairs(module: str, header: WeightHeader, spec: ModelSpec) -> bool:
+    """Whether each element of a module's ``weight`` holds the codes of two inputs."""
+    if spec.weights is None or header.dtype != "U8" or not header.shape:
+        return False
+    form = spec.weights.of(module, header.stored.name.removesuffix(".weight"))
+    return form is not None and form.layout is Layout.NV_MODELOPT
 
 
 def _check_mtp_layer(spec: ModelSpec, found: Collection[str]) -> None:

@@ -586,7 +586,20 @@ def test_sizes_are_compared_with_those_of_codes_in_bytes(
     tensors[name] = tensors[name][:, :90].contiguous()
     save_file(tensors, tmp_path / "model.safetensors")
     options = EngineOptions(model=str(tmp_path))
-    with pytest.raises(ConfigError, match=r"hidden_size is 192, but .*q_proj.* \(128, 90\)"):
+    message = r"hidden_size is 192, but .*q_proj.* \(128, 180\), with two inputs in a byte$"
+    with pytest.raises(ConfigError, match=message):
+        checked_spec(options, tmp_path, "cpu")
+
+
+def test_other_bytes_have_one_number_each(
+    checkpoints: Callable[[str], Path], tmp_path: Path
+) -> None:
+    tensors = _spoilt(checkpoints, "fp8-blocks", tmp_path)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    tensors[name] = tensors[name][:, :96].contiguous().view(torch.uint8)
+    save_file(tensors, tmp_path / "model.safetensors")
+    options = EngineOptions(model=str(tmp_path))
+    with pytest.raises(ConfigError, match=r"hidden_size is 192, but .*q_proj.* \(128, 96\)$"):
         checked_spec(options, tmp_path, "cpu")
 
 

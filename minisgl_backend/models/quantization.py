@@ -39,19 +39,21 @@ def read_quantization(
     """How the weights that ``config``, a config.json, describes are stored; None: all are plain.
 
     ``modelopt`` is the content of ``hf_quant_config.json``, if there is one; it is used if
-    config.json says nothing. It also counts before a ``text_config``, which may still say how the
-    weights were stored that ModelOpt began with. Raises ``ConfigError`` for what is not supported.
+    config.json says nothing, or only that the tool is ModelOpt. It also counts before a
+    ``text_config``, which may still say how the weights were stored that ModelOpt began with.
+    Raises ``ConfigError`` for what is not supported.
     """
     given, where = _given(config)
-    if not given and modelopt is not None:
+    if modelopt is not None and (not given or _says_only_modelopt(ConfigReader(given, where))):
         where, values = MODELOPT_FILE, ConfigReader(modelopt, MODELOPT_FILE)
-        given = {"quant_method": "modelopt", **values.table("quantization")}
+        # some of these files have the keys at the top
+        given = {"quant_method": "modelopt", **(values.table("quantization") or values.values)}
     elif not given and config.table("text_config"):
         given, where = _given(config.part("text_config"))
     if not given:
         return None
     quantization = ConfigReader(given, where)
-    method = quantization.word("quant_method", "").replace("_", "-") or next(
+    method = _method(quantization) or next(
         (tool for key, tool in _TOLD_BY.items() if key in quantization.values), "no quant_method"
     )
     read = _METHODS.get(method)
@@ -61,6 +63,16 @@ def read_quantization(
         )
     rules = read(quantization)
     return WeightFormats(method, tuple(rules)) if any(rule.format for rule in rules) else None
+
+
+def _method(quantization: ConfigReader) -> str:
+    return quantization.word("quant_method", "").replace("_", "-")
+
+
+def _says_only_modelopt(quantization: ConfigReader) -> bool:
+    """Whether the name of the tool is all that is said, and is one of ModelOpt's."""
+    is_all = quantization.values.keys() == {"quant_method"}
+    return is_all and _METHODS.get(_method(quantization)) is read_modelopt
 
 
 def _given(config: ConfigReader) -> tuple[Mapping[str, Any], str]:

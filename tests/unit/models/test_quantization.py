@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -107,6 +108,26 @@ def test_modelopt_in_config_json() -> None:
     )
     assert formats.of("model.layers.63.mlp.down_proj") == _NVFP4
     assert formats.of("lm_head") is None
+
+
+@pytest.mark.parametrize("wraps", [True, False])
+@pytest.mark.parametrize("given", [None, {"quant_method": "modelopt"}])
+def test_the_file_counts_if_config_json_says_no_more_than_the_tool(
+    given: dict[str, Any] | None, wraps: bool
+) -> None:
+    """The keys may also be at the top of the file."""
+    in_file = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]}
+    formats = _read(given, {"quantization": in_file} if wraps else in_file)
+    assert formats.of("model.layers.0.mlp.down_proj") == _NVFP4
+    assert formats.of("lm_head") is None
+
+
+def test_config_json_counts_before_the_file_if_it_says_more() -> None:
+    in_file = {"quantization": {"quant_algo": "NVFP4"}}
+    in_config = {"quant_method": "modelopt", "quant_algo": "MXFP8"}
+    assert _read(in_config, in_file).of("model.layers.0.mlp.down_proj") == _MXFP8
+    of_another_tool = _read({"quant_method": "fp8"}, in_file)
+    assert of_another_tool.of("model.layers.0.mlp.down_proj") == replace(_FP8, static_inputs=False)
 
 
 @pytest.mark.parametrize("method", ["modelopt", "modelopt_fp4", "modelopt_mixed", "modelopt_mxfp8"])

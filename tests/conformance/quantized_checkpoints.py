@@ -488,7 +488,7 @@ CASES: Final[Mapping[str, Case]] = MappingProxyType(
             fp8_channel,
             _by_names(
                 (r".*\.(qkv|gate_up)_proj$", "float-quantized", _group("channel")),
-                (r".*", "pack-quantized", _group("group", 4, "int", group_size=128)),
+                (r"model\..*", "pack-quantized", _group("group", 4, "int", group_size=128)),
             ),
             model="quantized-phi",
             plain_in="(o|down)_proj",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.models.config_json import ConfigReader
@@ -25,7 +26,8 @@ from minisgl_backend.weight_format import (
 
 
 def read_compressed_tensors(config: ConfigReader) -> list[Rule]:
-    """Of several targets that match, names count before expressions, and these before classes."""
+    """Of several targets that match, names count before expressions, and these before classes; of
+    expressions the one that is first by its text."""
     check_kv(config)
     if config.table("transform_config"):
         raise ConfigError(f"{config.where}: transform_config (rotated weights) is not supported")
@@ -40,9 +42,14 @@ def read_compressed_tensors(config: ConfigReader) -> list[Rule]:
         group = ConfigReader(groups.table(name), f"{groups.where}.{name}")
         form = _scheme(group, group.word("format", outer))
         for target in names(group, "targets"):
-            schemes.append((target, Rule(regex(group, _target(target)), form)))
-    schemes.sort(key=lambda scheme: (scheme[0] == "Linear", scheme[0].startswith("re:")))
+            schemes.append((target, Rule(regex(group, target, _target(target)), form)))
+    schemes.sort(key=lambda scheme: _order(scheme[0]))
     return [*rules, *(rule for _, rule in schemes)]
+
+
+def _order(target: str) -> tuple[bool, str]:
+    """When a target's turn is. Names stay in the order of the file."""
+    return target == "Linear", target if target.startswith("re:") else ""
 
 
 def _scheme(group: ConfigReader, layout: str) -> WeightFormat | None:
@@ -54,11 +61,10 @@ def _scheme(group: ConfigReader, layout: str) -> WeightFormat | None:
     kind = weights.word("type", "int"), weights.integer("num_bits", 8)
     strategy = weights.word("strategy", _default_strategy(weights))
     if layout == "mxfp4-pack-quantized":
-        _check_exponents(weights, kind[1], 4)
+        _check_groups(weights, kind, strategy, 4, GROUP_OF_MX)
         return WeightFormat(layout=Layout.MX_PACKED, encoding=Encoding.E2M1, block=(1, GROUP_OF_MX))
     if layout == "mxfp8-quantized":
-        only(weights, "type", kind[0], "float")
-        _check_exponents(weights, kind[1], 8)
+        _check_groups(weights, kind, strategy, 8, GROUP_OF_MX)
         return WeightFormat(layout=Layout.MXFP8, encoding=Encoding.E4M3, block=(1, GROUP_OF_MX))
     if layout == "nvfp4-pack-quantized":
         return _nvfp4_format(weights, kind, strategy)
@@ -68,7 +74,7 @@ def _scheme(group: ConfigReader, layout: str) -> WeightFormat | None:
         return _int8_format(weights, inputs, strategy)
     if layout == "pack-quantized" and kind in (("int", 4), ("int", 8)):
         if inputs.values:
-            raise ConfigError(f"{inputs.where}: is not supported with {layout} weights")
+            raise ConfigError(f"{inputs.where} is not supported with {layout} weights")
         return _packed_format(weights, strategy, Encoding.INT4 if kind[1] == 4 else Encoding.INT8)
     raise ConfigError(
         f"{group.where}: {layout} weights of {kind[1]} bits ({kind[0]}) are not supported; "
@@ -77,19 +83,25 @@ def _scheme(group: ConfigReader, layout: str) -> WeightFormat | None:
     )
 
 
-def _check_exponents(weights: ConfigReader, bits: int, wanted: int) -> None:
-    """Raise ``ConfigError`` unless weights have so many bits and groups with exponents (MX)."""
-    only(weights, "num_bits", bits, wanted)
-    only(weights, "group_size", weights.integer("group_size", GROUP_OF_MX), GROUP_OF_MX)
+def _check_groups(
+    weights: ConfigReader,
+    kind: tuple[str, int],
+    strategy: str,
+    bits: int,
+    size: int,
+    strategies: Collection[str] = ("group",),
+) -> None:
+    """Raise ``ConfigError`` unless weights are floats of so many bits, in groups of this size."""
+    only(weights, "type", kind[0], "float")
+    only(weights, "num_bits", kind[1], bits)
+    only(weights, "group_size", weights.integer("group_size", size), size)
+    if strategy not in strategies:
+        raise weights.error("strategy", " or ".join(strategies), strategy)
+    only(weights, "symmetric", weights.flag("symmetric", True), True)
 
 
 def _nvfp4_format(weights: ConfigReader, kind: tuple[str, int], strategy: str) -> WeightFormat:
-    only(weights, "type", kind[0], "float")
-    only(weights, "num_bits", kind[1], 4)
-    only(weights, "group_size", weights.integer("group_size", GROUP_OF_NVFP4), GROUP_OF_NVFP4)
-    if strategy not in ("tensor_group", "group"):
-        raise weights.error("strategy", "tensor_group or group", strategy)
-    only(weights, "symmetric", weights.flag("symmetric", True), True)
+    _check_groups(weights, kind, strategy, 4, GROUP_OF_NVFP4, ("tensor_group", "group"))
     scale_type = weights.word("scale_dtype", "float8_e4m3fn").removeprefix("torch.")
     only(weights, "scale_dtype", scale_type, "float8_e4m3fn")
     return WeightFormat(layout=Layout.NV_PACKED, encoding=Encoding.E2M1, block=(1, GROUP_OF_NVFP4))

@@ -82,7 +82,7 @@ def names(config: ConfigReader, *keys: str) -> list[str]:
 
 
 def plain(config: ConfigReader, names: Iterable[str], pattern: Callable[[str], str]) -> list[Rule]:
-    return [Rule(regex(config, pattern(name)), None) for name in names]
+    return [Rule(regex(config, name, pattern(name)), None) for name in names]
 
 
 def module(name: str) -> str:
@@ -90,10 +90,11 @@ def module(name: str) -> str:
     return rf"(?:.*\.)?(?:{name})(?:\..*)?"
 
 
-def regex(config: ConfigReader, pattern: str) -> re.Pattern[str]:
+def regex(config: ConfigReader, written: str, pattern: str) -> re.Pattern[str]:
+    """The expression ``pattern``, made of what is ``written`` in the file."""
     try:
         return re.compile(pattern)
-    except re.error as error:
+    except re.error as error:  # with a position in ``pattern``, which nobody has written
         raise ConfigError(
-            f"{config.where}: {pattern!r} is no regular expression: {error}"
+            f"{config.where}: {written!r} is no regular expression: {error.msg}"
         ) from None

@@ -60,7 +60,8 @@ def read_gptq(config: ConfigReader) -> list[Rule]:
     rules = [] if config.flag("lm_head") else [Rule(HEAD, None)]
     dynamic = ConfigReader(config.table("dynamic"), f"{config.where}: dynamic")
     for pattern in config.table("dynamic"):
-        modules = regex(config, f"(?:{pattern.removeprefix('-:').removeprefix('+:')}).*")
+        names_of = f"(?:{pattern.removeprefix('-:').removeprefix('+:')}).*"
+        modules = regex(dynamic, pattern, names_of)
         own = ConfigReader(
             {**config.values, **dynamic.table(pattern)}, f"{dynamic.where}: {pattern}"
         )
@@ -102,7 +103,7 @@ def read_auto_round(config: ConfigReader) -> list[Rule]:
         own = ConfigReader({**config.values, **extra.table(name)}, f"{extra.where}: {name}")
         form = _auto_round_format(own, packing[1])
         if _IN_PATTERNS.search(name) is not None:
-            by_pattern.append(Rule(regex(extra, f".*(?:{name}).*"), form))
+            by_pattern.append(Rule(regex(extra, name, f".*(?:{name}).*"), form))
         else:
             by_name.setdefault(form, set()).add(name)
     form = _auto_round_format(config, packing[1])

@@ -700,6 +700,7 @@ QWEN: Final = {
 _PACK: Final = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
 _NVFP4: Final = {**_PACK, "format": "nvfp4-pack-quantized"}
 _MXFP8: Final = {**_PACK, "format": "mxfp8-quantized"}
+_MXFP4: Final = {**_PACK, "format": "mxfp4-pack-quantized"}
 _INTEGERS: Final = {**_PACK, "format": "int-quantized"}
 _AUTO_ROUND: Final = {"quant_method": "auto_round", "bits": 4, "group_size": 128, "sym": True}
 
@@ -762,7 +763,11 @@ REFUSED: Final[dict[str, tuple[dict[str, Any], str]]] = {
     ),
     "gptq expression": (
         {"quant_method": "gptq", "bits": 4, "dynamic": {"-:(": {}}},
-        "no regular expression",
+        r"dynamic: '-:\(' is no regular expression: missing \), unterminated subpattern$",
+    ),
+    "modules of awq that are no expression": (
+        {"quant_method": "awq", "bits": 4, "modules_to_not_convert": ["lm_head", "gate["]},
+        r"'gate\[' is no regular expression: unterminated character set$",
     ),
     **{
         f"modelopt {algorithm}": (
@@ -857,6 +862,26 @@ REFUSED: Final[dict[str, tuple[dict[str, Any], str]]] = {
         {**_MXFP8, **_group_of(num_bits=4, type="float", group_size=32)},
         "weights: num_bits 4 is not supported, only 8",
     ),
+    "mxfp8 strategy": (
+        {**_MXFP8, **_group_of(num_bits=8, type="float", strategy="channel")},
+        "weights: strategy must be group, got 'channel'",
+    ),
+    "mxfp8 zero points": (
+        {**_MXFP8, **_group_of(num_bits=8, type="float", group_size=32, symmetric=False)},
+        "weights: symmetric False is not supported, only True",
+    ),
+    "mxfp4 integers": (
+        {**_MXFP4, **_group_of(num_bits=4, type="int", group_size=32)},
+        "weights: type 'int' is not supported, only 'float'",
+    ),
+    "mxfp4 strategy": (
+        {**_MXFP4, **_group_of(num_bits=4, type="float", group_size=32, strategy="tensor_group")},
+        "weights: strategy must be group, got 'tensor_group'",
+    ),
+    "mxfp4 zero points": (
+        {**_MXFP4, **_group_of(num_bits=4, type="float", group_size=32, symmetric=False)},
+        "weights: symmetric False is not supported, only True",
+    ),
     **{
         f"auto-round {packing}": (
             {**_AUTO_ROUND, "packing_format": packing},
@@ -895,7 +920,7 @@ REFUSED: Final[dict[str, tuple[dict[str, Any], str]]] = {
     ),
     "auto-round expression": (
         {**_AUTO_ROUND, "extra_config": {"(": {"bits": 16}}},
-        "extra_config: .* is no regular expression",
+        r"extra_config: '\(' is no regular expression: missing \), unterminated subpattern$",
     ),
     "auto-round blocks": (
         {**_AUTO_ROUND, "block_name_to_quantize": [["model.layers"], 1]},
@@ -908,6 +933,28 @@ REFUSED: Final[dict[str, tuple[dict[str, Any], str]]] = {
             **_group_of(num_bits=4, type="int", strategy="group", group_size=64, actorder="up"),
         },
         "actorder must be group",
+    ),
+    "packed activations": (
+        {
+            **_PACK,
+            "config_groups": {
+                "g": {
+                    "targets": ["Linear"],
+                    "weights": {"num_bits": 4, "type": "int"},
+                    "input_activations": {"num_bits": 8, "type": "int"},
+                }
+            },
+        },
+        r"config_groups\.g\.input_activations is not supported with pack-quantized weights$",
+    ),
+    "packed expression": (
+        {
+            **_PACK,
+            "config_groups": {
+                "g": {"targets": ["re:up(_proj"], "weights": {"num_bits": 4, "type": "int"}}
+            },
+        },
+        r"'re:up\(_proj' is no regular expression: missing \), unterminated subpattern$",
     ),
     "packed strategy": (
         {**_PACK, **_group_of(num_bits=4, type="int", strategy="token")},
@@ -937,6 +984,21 @@ def test_a_target_that_says_more_counts_before_one_that_says_less() -> None:
     found.append(formats.of("model.layers.1.mlp.up_proj"))
     assert [form and form.encoding.bits for form in found] == [4, 8, 4]
     assert formats.of("lm_head") is None
+
+
+def test_of_expressions_the_first_by_its_text_counts() -> None:
+    """Whatever the order of the groups, as in compressed-tensors."""
+    four = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 64}
+    groups = {
+        "some": {"targets": ["re:.*up_proj"], "weights": four},
+        "most": {"targets": ["re:.*proj"], "weights": {**four, "num_bits": 8}},
+    }
+    for names in (["some", "most"], ["most", "some"]):
+        given = {**_PACK, "config_groups": {name: groups[name] for name in names}}
+        formats = read_quantization(ConfigReader({"quantization_config": given}), None)
+        assert formats is not None
+        form = formats.of("model.layers.0.mlp.up_proj")
+        assert form is not None and form.encoding is Encoding.INT8
 
 
 @pytest.mark.parametrize(

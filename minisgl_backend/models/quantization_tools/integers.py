@@ -133,7 +133,7 @@ def _blocks(config: ConfigReader) -> list[str]:
         key = "to_quant_block_names"
     value = config.values.get(key) or []
     if isinstance(value, str):
-        return value.split(",")
+        value = value.split(",")
     parts = value if isinstance(value, list) else [value]
     flat = [name for part in parts for name in (part if isinstance(part, list) else [part])]
-    return names(ConfigReader({key: flat}, config.where), key)
+    return [name.strip() for name in names(ConfigReader({key: flat}, config.where), key)]

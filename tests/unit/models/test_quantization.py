@@ -437,6 +437,8 @@ def test_names_count_before_expressions_in_auto_round() -> None:
             "modules_to_not_convert": ["model.layers.2"],
             "extra_config": {
                 r".*shared_expert.*": dict(_LEFT_PLAIN),
+        {"to_quant_block_names": " model.mtp, model.layers"},
+        {"block_name_to_quantize": [" model.layers "]},
                 r"mlp\.(shared|up)": {"bits": 8},
                 "model.layers.1.mlp.up_proj": {"group_size": 32, "sym": False},
                 "lm_head": {"bits": 8, "group_size": -1},

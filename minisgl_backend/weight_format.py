@@ -33,7 +33,7 @@ class Layout(Enum):
     """Which tensors hold one weight, and how they are packed (``layers.weight_layouts``)."""
 
     FP8 = "weight and weight_scale or weight_scale_inv"
-    MXFP8 = "weight and weight_scale, exponents"
+    MXFP8 = "weight and weight_scale or weight_scale_inv, exponents"
     INT8 = "weight, signed, and weight_scale"
     CONVERTED = "weight, in 16 or 32 bits, quantized while it is loaded"
     GPTQ = "qweight, qzeros less 1, scales and g_idx"

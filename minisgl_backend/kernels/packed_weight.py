@@ -21,12 +21,11 @@ from torch import Tensor
 from minisgl_backend.kernels.dispatch import use_triton
 from minisgl_backend.kernels.linear_cut import CODES_BLOCK, Numbers
 from minisgl_backend.kernels.quantized import QuantizedWeight, dequantize, factors_of, joined
-from minisgl_backend.weight_format import GROUP_OF_NVFP4, Encoding
+from minisgl_backend.weight_format import GROUP_OF_MX, GROUP_OF_NVFP4, Encoding
 
 _GROUPS: Final = (128, 64, 32)
 """in_features that may share a scale within a stage of the ring."""
 
-_GROUP_OF_MXFP4: Final = 32
 _IN_WORD: Final = 4
 """Groups of E2M1 whose scales share a word."""
 
@@ -213,7 +212,7 @@ def _kind_of(weight: QuantizedWeight) -> CodesKind | None:
         known = columns == GROUP_OF_NVFP4
         return CodesKind(weight.encoding, _IN_WORD * columns, 1, False) if known else None
     if weight.encoding is Encoding.E2M1:
-        known = whole or columns % _GROUP_OF_MXFP4 == 0
+        known = whole or columns % GROUP_OF_MX == 0
         return CodesKind(weight.encoding, CODES_BLOCK, 1, False) if known else None
     group: int | None = 0
     if not whole or weight.zeros is not None:

@@ -8,7 +8,7 @@ activations. A kernel may do so, and then this is part of its error.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -85,18 +85,18 @@ def stacked(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
     """Weights of the same shape and format, as one with a leading dimension."""
     first = weights[0]
 
-    def together(name: str) -> Tensor | None:
-        parts = [getattr(weight, name) for weight in weights]
-        return None if parts[0] is None else torch.stack(parts)
+    def together(parts: Iterable[Tensor | None]) -> Tensor | None:
+        held = [part for part in parts if part is not None]
+        return torch.stack(held) if held else None
 
     return QuantizedWeight(
         first.encoding,
         first.block,
         torch.stack([weight.codes for weight in weights]),
         torch.stack([weight.scales for weight in weights]),
-        together("zeros"),
-        together("groups"),
-        together("row_scales"),
+        together(weight.zeros for weight in weights),
+        together(weight.groups for weight in weights),
+        together(weight.row_scales for weight in weights),
     )
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Final
 
 import torch
 from torch import Tensor
@@ -19,9 +18,7 @@ from minisgl_backend.kernels.quantized import QuantizedWeight, dequantize
 from minisgl_backend.layers.stored_weight import StoredWeight
 from minisgl_backend.layers.weight_place import Place, ReadTensor, Share, StoredTensor
 from minisgl_backend.layers.weight_share import WeightShare, block_of, held
-from minisgl_backend.weight_format import Layout, WeightFormat
-
-_MX_GROUP: Final = 32
+from minisgl_backend.weight_format import GROUP_OF_MX, Layout, WeightFormat
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,7 +50,7 @@ class StackedPlace:
         return {
             "codes": StoredTensor(
                 names=(f"{own}_blocks",),
-                shapes=((*shape, _MX_GROUP // 2),),
+                shapes=((*shape, GROUP_OF_MX // 2),),
                 dtypes=("U8",),
                 region=region,
             ),
@@ -68,7 +65,7 @@ class StackedPlace:
 
     def fill(self, found: Mapping[str, ReadTensor]) -> None:
         ins = self.share.ins
-        begin = ins.start % _MX_GROUP // 2
+        begin = ins.start % GROUP_OF_MX // 2
         for expert in range(self.experts.size):
             codes, scales = (
                 found[part].values[expert].to(self.device) for part in ("codes", "scales")

@@ -8,7 +8,7 @@ import re
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.quantization_tools.fields import ALL, block, module, names, only, plain
-from minisgl_backend.weight_format import Encoding, Layout, Rule, WeightFormat
+from minisgl_backend.weight_format import GROUP_OF_MX, Encoding, Layout, Rule, WeightFormat
 
 
 def read_fp8(config: ConfigReader) -> list[Rule]:
@@ -32,6 +32,6 @@ def read_fp8(config: ConfigReader) -> list[Rule]:
 
 def read_mxfp4(config: ConfigReader) -> list[Rule]:
     """gpt-oss: only experts are quantized."""
-    form = WeightFormat(layout=Layout.MX_STACKED, encoding=Encoding.E2M1, block=(1, 32))
+    form = WeightFormat(layout=Layout.MX_STACKED, encoding=Encoding.E2M1, block=(1, GROUP_OF_MX))
     listed = plain(config, names(config, "modules_to_not_convert"), module)
     return [*listed, Rule(re.compile(r".*\.mlp\.experts\..*"), form)]

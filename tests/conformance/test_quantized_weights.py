@@ -111,7 +111,8 @@ def test_experts_in_turn_are_refused_in_nvfp4(tmp_path: Path) -> None:
 
 
 def test_one_tensor_of_all_experts_is_refused_in_nvfp4(tmp_path: Path) -> None:
-    """As ModelOpt writes Llama 4: the scales have no place, so those of single experts lack."""
+    """As ModelOpt writes Llama 4. The scales have no place, so those of single experts are
+    missing."""
     write_quantized("modelopt-mixed-hybrid-moe", tmp_path)
     path = tmp_path / "model.safetensors"
     tensors = load_file(path)

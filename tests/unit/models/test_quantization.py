@@ -193,6 +193,23 @@ def test_layers_may_be_listed_with_their_formats() -> None:
     assert str(formats) == "fp4 in groups of 16, fp8 per tensor (modelopt)"
 
 
+def test_what_is_excluded_stays_plain_even_if_it_is_listed() -> None:
+    formats = _read(
+        {
+            "quant_method": "modelopt",
+            "quant_algo": "MIXED_PRECISION",
+            "ignore": ["mtp*"],
+            "quantized_layers": {
+                "model.layers.0.mlp.experts": dict(_W4A16),
+                "mtp.layers.0.mlp.experts": dict(_W4A16),
+            },
+        }
+    )
+    assert formats.of("model.layers.0.mlp.experts.3.up_proj") == _NVFP4
+    of_mtp = "model.layers.40.mlp.experts.3.up_proj", "mtp.layers.0.mlp.experts.3.up_proj"
+    assert formats.of(*of_mtp) is None
+
+
 def test_each_expert_may_be_listed() -> None:
     """nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-NVFP4"""
     experts = [f"backbone.layers.1.mixer.experts.{expert}.up_proj" for expert in range(128)]
@@ -335,7 +352,8 @@ def test_llm_compressor_in_int8() -> None:
 
 
 def test_mtp_layers_in_int8_have_names_of_their_own() -> None:
-    """A checkpoint of Qwen3.8-27B in INT8 leaves everything but attention and MLPs plain."""
+    """A checkpoint of Qwen3.8-27B in INT8 calls the projection of the MTP layer's inputs
+    ``mtp.fc``, and quantizes it. Linear attention stays plain."""
     formats = _read(
         {
             "quant_method": "compressed-tensors",
@@ -419,6 +437,8 @@ def test_auto_round_quantizes_all_but_the_head_by_default(method: str) -> None:
     "blocks",
     [
         {"to_quant_block_names": "model.layers,model.mtp"},
+        {"to_quant_block_names": " model.mtp, model.layers"},
+        {"block_name_to_quantize": [" model.layers "]},
         {"to_quant_block_names": [["model.layers.0", "model.layers.1"], ["model.mtp"]]},
         {"block_name_to_quantize": ["model.layers"], "to_quant_block_names": None},
     ],
@@ -437,8 +457,6 @@ def test_names_count_before_expressions_in_auto_round() -> None:
             "modules_to_not_convert": ["model.layers.2"],
             "extra_config": {
                 r".*shared_expert.*": dict(_LEFT_PLAIN),
-        {"to_quant_block_names": " model.mtp, model.layers"},
-        {"block_name_to_quantize": [" model.layers "]},
                 r"mlp\.(shared|up)": {"bits": 8},
                 "model.layers.1.mlp.up_proj": {"group_size": 32, "sym": False},
                 "lm_head": {"bits": 8, "group_size": -1},

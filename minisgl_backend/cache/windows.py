@@ -88,7 +88,8 @@ class WindowPages:
     @property
     def most_held(self) -> int:
         """Most window pages of a lease that decodes: the window, the page that is being filled, and
-        one to spare, as ``slide`` only hears of committed positions."""
+        one to spare, as ``slide`` only hears of committed positions. With guesses, it has more for
+        a while if there are some."""
         return min(self.span + 2, self.num_window_pages)
 
     def num_missing(self, lease: WindowLease, num_pages: int) -> int:

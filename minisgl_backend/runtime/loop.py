@@ -12,8 +12,8 @@ tokens before it are known, with masks of the allowed tokens:
     loop               launch k | follow k-1 | commit k-1, plan k+1 | mask k | launch k+1
     other threads                            | write masks of k     |
 
-A step after one that checks guesses of the MTP layer is planned as early, too, as if all of these
-were right. But it is launched only once they are known, since they say where rows go on:
+After a step that checks guesses of the MTP layer, the next one is also planned early, as if all of
+these were right. But it is launched only once they are known, since they say where rows go on:
 
     device         | check k ................. | guess | check k+1 ............
     loop               plan k+1 ..... read k, launch k+1 | commit k, plan k+2

@@ -14,21 +14,14 @@ from minisgl_backend.plan import Checks, SampledTokens, StepPlan
 from minisgl_backend.request import IntArray
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class RowCheck:
     """The guesses of a row in a step, and the index of the sample that checks the first of them;
-    the others follow, and one after the last guess. ``num_right`` and ``is_due`` are for the one
-    who judges: how many guesses the row gets, and whether it still takes tokens."""
+    the others follow, and one after the last guess."""
 
     row: int
     guesses: IntArray
     first: int
-    num_right: int = 0
-    is_due: bool = False
-
-    @property
-    def num_wrong(self) -> int:
-        return len(self.guesses) - self.num_right
 
     def samples(self, token_ids: IntArray) -> IntArray:
         """Those of the step's samples that are the row's, int32[1 + number of guesses]."""
@@ -36,7 +29,7 @@ class RowCheck:
 
 
 def row_checks(plan: StepPlan, tokens: SampledTokens) -> list[RowCheck]:
-    """The checks of a plan, none of them judged. Their samples come first."""
+    """The checks of a plan. Their samples come first."""
     if not len(plan.checks.rows):
         return []
     checks = _as_computed(plan.checks, tokens.checked)

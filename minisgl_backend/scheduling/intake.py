@@ -98,22 +98,24 @@ class Intake:
         rows, sample_rows, checks = self._rows, plan.sample_rows, row_checks(plan, tokens)
         is_due = np.ones(len(sample_rows), np.bool_)
         right: list[int] = []  # indices of samples that equal guesses
+        judged: list[tuple[RowCheck, int]] = []  # of rows that take tokens
         for check in checks:
             samples = check.samples(tokens.token_ids)
             # after a wrong guess, too: the row's pages hold NaN until it gets there
             broken = np.flatnonzero(samples == NO_TOKEN)
-            due = int(broken[0]) if len(broken) else 0
-            check.is_due = bool(rows.accepting[check.row])
-            if check.is_due and not len(broken):
-                due = check.num_right = rows.take_right(check.row, check.guesses, samples)
-                right += range(check.first, check.first + due)
+            due, num_right = int(broken[0]) if len(broken) else 0, 0
+            if rows.accepting[check.row]:
+                if not len(broken):
+                    due = num_right = rows.take_right(check.row, check.guesses, samples)
+                    right += range(check.first, check.first + due)
+                judged.append((check, num_right))
             is_due[check.first : check.first + len(samples)] = False
             is_due[check.first + due] = True
         early, late = np.array(right, dtype=np.int32), np.flatnonzero(is_due)
         request_ids = cast("list[RequestId]", rows.request_ids[sample_rows[early]].tolist())
         first, rest = tokens.at(early), self._take(sample_rows[late], tokens.at(late), scored)
-        for check in checks:
-            self._judge(check)
+        for check, num_right in judged:
+            self._judge(check, num_right)
         return StepResult(
             request_ids + rest.request_ids,
             np.concatenate([first.token_ids, rest.token_ids]),
@@ -123,20 +125,18 @@ class Intake:
             rest.embedded,
         )
 
-    def _judge(self, check: RowCheck) -> None:
-        """Count a row's guesses, and let it go on after those that were right. A row that had ended
-        before does neither."""
-        if not check.is_due:
-            return
-        counters, num_guesses = self._counters, len(check.guesses)
+    def _judge(self, check: RowCheck, num_right: int) -> None:
+        """Count a row's guesses, and let it go on after those that were right, unless it has
+        ended."""
+        row, counters, num_guesses = check.row, self._counters, len(check.guesses)
         counters.num_checks += 1
         counters.num_guesses += num_guesses
-        counters.num_right_guesses += check.num_right
-        counters.num_checks_by_right[check.num_right] += 1
-        if self._guesser is not None and self._rows.accepting[check.row]:
-            self._rows.go_on_from_guesses(check.row, check.num_wrong)
-            self._guesser.go_back(check.row, check.num_wrong)
-            self._guesser.judge(check.row, num_guesses, check.num_right)
+        counters.num_right_guesses += num_right
+        counters.num_checks_by_right[num_right] += 1
+        if self._guesser is not None and self._rows.accepting[row]:
+            self._rows.go_on_from_guesses(row, num_guesses - num_right)
+            self._guesser.go_back(row, num_guesses - num_right)
+            self._guesser.judge(row, num_guesses, num_right)
 
     def _take(
         self,

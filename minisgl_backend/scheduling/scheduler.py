@@ -38,7 +38,7 @@ Must not know clocks, threads, devices or tensors, nor what a token means.
 Invariants:
 - Rows and pages are given back only when no step in flight can write to them.
 - While a request is live and no step is in flight, ``plan`` returns a step.
-- A row with guesses in flight is in one more step in flight at most, with guesses, too.
+- A row with guesses in flight is in at most one other step in flight, which checks guesses, too.
 - At most ``speculative_max_requests`` rows have updates that are not added to their states yet, if
   those of released rows do not count.
 - Steps run in the order in which they were planned. So a page freed here may be granted again at

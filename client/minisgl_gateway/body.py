@@ -232,7 +232,7 @@ def _readings(loc: tuple[int | str, ...], value: Any, kind: str) -> Iterator[tup
         return
     part, rest = loc[0], loc[1:]
     if isinstance(part, int):
-        item = value[part] if isinstance(value, list) else None
+        item = value[part] if isinstance(value, list) and part < len(value) else None
         for place, found in _readings(rest, item, kind):
             yield f"[{part}]{place}", found
         return

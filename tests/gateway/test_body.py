@@ -240,6 +240,18 @@ TEXT = {"type": "text", "text": "Hi"}
             {"tool_choice": {"type": "function", "function": {"name": "f"}}},
             "tool_choice.name",
         ),
+        (  # "tools" is also a name at the top, where there are none
+            ResponsesRequest,
+            {
+                "tools": [],
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "mode": "auto",
+                    "tools": [{"type": "function", "name": 7}],
+                },
+            },
+            "tool_choice.tools[0].name",
+        ),
         (
             ResponsesRequest,
             {"text": {"format": {"type": "json_schema", "json_schema": {"name": "f"}}}},

@@ -121,14 +121,12 @@ def _use_separately(layer: nn.Module, kernels_for: Callable[[int], TensorCores])
 def round_mtp_head(model: Decoder, device: torch.device) -> None:
     """Let an MTP layer guess with a copy of the output head in 8 bits, if the head is plain and
     there are kernels for the copy. Comes before pages take the memory that is left."""
-    mtp, head = model.mtp, model.head
-    sizes = linear_cut.padded(head.share), model.spec.hidden_size
-    if (
-        isinstance(mtp, MTPLayer)
-        and isinstance(head.matrix, DenseMatrix)
-        and linear_cut.takes_codes(*sizes)
-        and has_hopper_kernels(device, model.dtype)
-    ):
+    mtp = model.mtp
+    if not isinstance(mtp, MTPLayer) or not has_hopper_kernels(device, model.dtype):
+        return
+    head, height = model.head, linear_cut.padded(model.head.share)
+    is_plain = isinstance(head.matrix, DenseMatrix)
+    if is_plain and linear_cut.takes_codes(height, model.spec.hidden_size):
         mtp.round_head(head)
 
 

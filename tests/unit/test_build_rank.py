@@ -22,7 +22,7 @@ from minisgl_backend.execution.storage import bytes_per_page
 from minisgl_backend.kernels.gated_delta import DeltaStates
 from minisgl_backend.kernels.sampling_table import SamplingTable
 from minisgl_backend.models.catalog import load_spec
-from minisgl_backend.models.spec import DeltaSpec, KimiDeltaSpec, MambaSpec, RecurrentSpec
+from minisgl_backend.models.recurrent_spec import DeltaSpec, KimiDeltaSpec, MambaSpec, RecurrentSpec
 from minisgl_backend.parallel.group import OneRank
 from minisgl_backend.parallel.place import RankPlace
 from minisgl_backend.parts import STANDARD
@@ -83,9 +83,8 @@ def test_too_little_memory_for_pages(
     facts = facts_of(**options)
     page_bytes = bytes_per_page(facts.shape, 16, torch.bfloat16)
     num_pages = options.get("num_pages", 100)
-    monkeypatch.setattr(
-        build_rank, "build_model", lambda *arguments, **options: SimpleNamespace(pack=lambda: None)
-    )
+    model = SimpleNamespace(pack=lambda: None, mtp=None)
+    monkeypatch.setattr(build_rank, "build_model", lambda *arguments, **options: model)
     monkeypatch.setattr(rank_memory, "choose_num_pages", lambda **facts: 100)
     monkeypatch.setattr(rank_memory, "KVStorage", out_of_memory)
     needed = (num_pages + 1) * page_bytes

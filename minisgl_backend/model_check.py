@@ -21,7 +21,8 @@ from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.models.checkpoint import check_weights, weight_files
 from minisgl_backend.models.eagle_checkpoint import load_eagle
 from minisgl_backend.models.hub import resolve_model, resolve_tokenizer
-from minisgl_backend.models.spec import ModelSpec, state_bytes
+from minisgl_backend.models.recurrent_spec import state_bytes
+from minisgl_backend.models.spec import ModelSpec
 from minisgl_backend.request_defaults import request_defaults
 from minisgl_backend.weight_format import CONVERT_TO_FP8
 

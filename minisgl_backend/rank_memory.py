@@ -27,7 +27,7 @@ from minisgl_backend.execution.storage import (
 from minisgl_backend.kernels.paged_kv import KVScale
 from minisgl_backend.kernels.sampling_table import SamplingTable
 from minisgl_backend.models.kv_scales import read_kv_scales
-from minisgl_backend.models.spec import RecurrentSpec
+from minisgl_backend.models.recurrent_spec import RecurrentSpec
 from minisgl_backend.parallel.group import Group, least_free_memory
 from minisgl_backend.resolve import Resolved
 

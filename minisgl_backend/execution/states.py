@@ -37,7 +37,7 @@ from minisgl_backend.kernels.delta_runs import (
 from minisgl_backend.kernels.gated_delta import DeltaStates
 from minisgl_backend.kernels.layer_states import LayerStates, PendingUpdates, UnsettledTokens
 from minisgl_backend.kernels.settle import Settling, settle
-from minisgl_backend.models.spec import DeltaSpec, RecurrentSpec, state_bytes
+from minisgl_backend.models.recurrent_spec import DeltaSpec, RecurrentSpec, state_bytes
 from minisgl_backend.plan import NO_SNAPSHOT, WHOLE_EVERY, StepPlan
 from minisgl_backend.request import EMPTY, IntArray
 

@@ -20,13 +20,8 @@ from typing import Any, Final, Literal
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.models.config_json import LFS_POINTER, NOT_FETCHED, read_json
-from minisgl_backend.models.spec import (
-    ConvSpec,
-    DeltaSpec,
-    KimiDeltaSpec,
-    ModelSpec,
-    RecurrentSpec,
-)
+from minisgl_backend.models.recurrent_spec import ConvSpec, DeltaSpec, KimiDeltaSpec, RecurrentSpec
+from minisgl_backend.models.spec import ModelSpec
 from minisgl_backend.models.tensor_names import BODY, LAYER, StoredAs, TensorNames
 from minisgl_backend.weight_format import Layout
 

@@ -23,15 +23,15 @@ from minisgl_backend.models.latent_attention import LatentAttention
 from minisgl_backend.models.mamba import MambaMixer
 from minisgl_backend.models.parallel_mixer import ParallelMixer
 from minisgl_backend.models.recurrent_mixer import RecurrentMixer
-from minisgl_backend.models.short_conv import ShortConv
-from minisgl_backend.models.spec import (
+from minisgl_backend.models.recurrent_spec import (
     ConvSpec,
     DeltaSpec,
     KimiDeltaSpec,
     MambaSpec,
-    ModelSpec,
     RecurrentSpec,
 )
+from minisgl_backend.models.short_conv import ShortConv
+from minisgl_backend.models.spec import ModelSpec
 from minisgl_backend.models.token_mixing import SelfAttention, StepContext, TokenMixer
 from minisgl_backend.parallel.group import Group
 

@@ -38,7 +38,8 @@ from minisgl_backend.layers.weight_place import (
     whole,
 )
 from minisgl_backend.models.recurrent_mixer import RecurrentMixer
-from minisgl_backend.models.spec import DeltaSpec, ModelSpec
+from minisgl_backend.models.recurrent_spec import DeltaSpec
+from minisgl_backend.models.spec import ModelSpec
 from minisgl_backend.models.token_mixing import StepContext
 from minisgl_backend.parallel.group import Group
 

@@ -27,7 +27,8 @@ from minisgl_backend.layers.weight_place import (
     whole,
 )
 from minisgl_backend.models.gated_delta_net import DeltaMixer
-from minisgl_backend.models.spec import KimiDeltaSpec, ModelSpec
+from minisgl_backend.models.recurrent_spec import KimiDeltaSpec
+from minisgl_backend.models.spec import ModelSpec
 from minisgl_backend.parallel.group import Group
 
 

@@ -33,7 +33,8 @@ from minisgl_backend.layers.weight_place import (
     kv_head_share,
 )
 from minisgl_backend.models.recurrent_mixer import RecurrentMixer
-from minisgl_backend.models.spec import MambaSpec, ModelSpec
+from minisgl_backend.models.recurrent_spec import MambaSpec
+from minisgl_backend.models.spec import ModelSpec
 from minisgl_backend.models.token_mixing import StepContext
 from minisgl_backend.parallel.group import Group
 

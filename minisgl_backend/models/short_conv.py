@@ -30,7 +30,8 @@ from minisgl_backend.layers.weight_place import (
     even_share,
 )
 from minisgl_backend.models.recurrent_mixer import RecurrentMixer
-from minisgl_backend.models.spec import ConvSpec, ModelSpec
+from minisgl_backend.models.recurrent_spec import ConvSpec
+from minisgl_backend.models.spec import ModelSpec
 from minisgl_backend.models.token_mixing import StepContext
 from minisgl_backend.parallel.group import Group
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from minisgl_backend.cli.main import main
 from minisgl_backend.models.decoder import Decoder
-from minisgl_backend.models.spec import ConvSpec, KimiDeltaSpec
+from minisgl_backend.models.recurrent_spec import ConvSpec, KimiDeltaSpec
 from minisgl_backend.plan import WHOLE_EVERY
 from minisgl_bench.step_bytes import bytes_of_decode
 from tests.conformance.checkpoints import (

@@ -17,7 +17,8 @@ from minisgl_backend.models.families.fields import (
 from minisgl_backend.models.families.latents import latent_fields
 from minisgl_backend.models.families.mistral import OF_MIXTRAL
 from minisgl_backend.models.families.mtp_layers import left_out_mtp
-from minisgl_backend.models.spec import MOST_HEADS, KimiDeltaSpec, ModelSpec
+from minisgl_backend.models.recurrent_spec import KimiDeltaSpec
+from minisgl_backend.models.spec import MOST_HEADS, ModelSpec
 from minisgl_backend.models.tensor_names import TensorNames
 
 _SUPPORTED: Final[Mapping[str, object]] = MappingProxyType(

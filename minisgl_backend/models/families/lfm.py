@@ -18,14 +18,8 @@ from minisgl_backend.models.families.fields import (
     set_kinds,
 )
 from minisgl_backend.models.families.mistral import OF_MIXTRAL
-from minisgl_backend.models.spec import (
-    MOST_EXPERTS,
-    MOST_HEADS,
-    MOST_WIDTH,
-    ConvSpec,
-    ModelSpec,
-    MoeSpec,
-)
+from minisgl_backend.models.recurrent_spec import ConvSpec
+from minisgl_backend.models.spec import MOST_EXPERTS, MOST_HEADS, MOST_WIDTH, ModelSpec, MoeSpec
 from minisgl_backend.models.tensor_names import TensorNames
 
 _KINDS: Final = ("conv", "full_attention")

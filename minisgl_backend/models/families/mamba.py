@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from minisgl_backend.models.config_json import ConfigReader
-from minisgl_backend.models.spec import MOST_HEADS, MambaSpec
+from minisgl_backend.models.recurrent_spec import MambaSpec
+from minisgl_backend.models.spec import MOST_HEADS
 
 _INFINITY: Final = {"__float__": "Infinity"}
 """As transformers writes it."""

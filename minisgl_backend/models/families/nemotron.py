@@ -16,12 +16,12 @@ from minisgl_backend.models.families.mamba import (
     read_kinds,
     read_time_steps,
 )
+from minisgl_backend.models.recurrent_spec import MambaSpec
 from minisgl_backend.models.spec import (
     MOST_EXPERTS,
     MOST_HEADS,
     MOST_LAYERS,
     MOST_WIDTH,
-    MambaSpec,
     ModelSpec,
     MoeSpec,
 )

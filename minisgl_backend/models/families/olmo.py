@@ -18,7 +18,8 @@ from minisgl_backend.models.families.fields import (
     read_routing,
     set_kinds,
 )
-from minisgl_backend.models.spec import MOST_HEADS, DeltaSpec, ModelSpec, MoeSpec
+from minisgl_backend.models.recurrent_spec import DeltaSpec
+from minisgl_backend.models.spec import MOST_HEADS, ModelSpec, MoeSpec
 from minisgl_backend.models.tensor_names import TensorNames
 
 _RENAMED: Final = (

@@ -18,7 +18,8 @@ from minisgl_backend.models.families.fields import (
     text_part,
 )
 from minisgl_backend.models.families.mtp_layers import mtp_beside
-from minisgl_backend.models.spec import MOST_HEADS, MOST_WIDTH, DeltaSpec, ModelSpec, MoeSpec
+from minisgl_backend.models.recurrent_spec import DeltaSpec
+from minisgl_backend.models.spec import MOST_HEADS, MOST_WIDTH, ModelSpec, MoeSpec
 from minisgl_backend.models.tensor_names import MULTIMODAL, TensorNames
 
 

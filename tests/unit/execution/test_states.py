@@ -16,7 +16,7 @@ from minisgl_backend.execution.states import CapturedChecks, CapturedRuns, State
 from minisgl_backend.kernels.checks import NO_PLACE
 from minisgl_backend.kernels.delta_runs import Run
 from minisgl_backend.kernels.settle import Settling
-from minisgl_backend.models.spec import DeltaSpec
+from minisgl_backend.models.recurrent_spec import DeltaSpec
 from minisgl_backend.plan import NO_SNAPSHOT, Snapshots
 from tests.unit.execution.test_flat_batch import ints, plan_of
 

@@ -14,16 +14,8 @@ from minisgl_backend.errors import ConfigError
 from minisgl_backend.experts_spec import ExpertsSpec, RoutingRule, SharedExpert
 from minisgl_backend.gates import ClampedGate
 from minisgl_backend.models.catalog import ARCHITECTURES, parse_spec
-from minisgl_backend.models.spec import (
-    ConvSpec,
-    DeltaSpec,
-    KimiDeltaSpec,
-    LatentSpec,
-    LayerInputs,
-    MambaSpec,
-    MoeSpec,
-    QueryGrowth,
-)
+from minisgl_backend.models.recurrent_spec import ConvSpec, DeltaSpec, KimiDeltaSpec, MambaSpec
+from minisgl_backend.models.spec import LatentSpec, LayerInputs, MoeSpec, QueryGrowth
 from minisgl_bench.dummy_model import SHAPES
 from tests.unit.models.config_jsons import (
     AFM_4_5B,

@@ -18,7 +18,7 @@ from minisgl_backend.layers.norm import Normed, RMSNorm
 from minisgl_backend.models.build import build_model
 from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.models.recurrent_mixer import RecurrentMixer
-from minisgl_backend.models.spec import DeltaSpec
+from minisgl_backend.models.recurrent_spec import DeltaSpec
 from minisgl_backend.models.token_mixing import RecurrentRows, StepContext
 from minisgl_backend.parallel.group import Group
 from tests.checks import CHECKS, arranged, nothing_kept

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+from minisgl_backend.models.decoder import Decoder
 from minisgl_backend.plan import SampledTokens, StepPlan
-from minisgl_backend.request import EMPTY, IntArray, Request
+from minisgl_backend.request import EMPTY, IntArray, Request, SamplingParams
 from minisgl_backend.runtime.ports import Scheduler
 from minisgl_backend.scheduling.report import StepResult
 from minisgl_kit.wrappers import SchedulerWrapper
+from tests.conformance.engines import TinyEngine
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,3 +47,31 @@ class CheckedGuesses(SchedulerWrapper):
         for request_id, token in zip(result.request_ids, result.token_ids.tolist(), strict=True):
             self._known[request_id].append(token)
         return result
+
+
+def check_guesses(
+    model: Decoder,
+    prompts: Sequence[IntArray],
+    sampling: Sequence[SamplingParams],
+    reference: Callable[[list[int], int], list[int]],
+    *,
+    context: int,
+) -> tuple[int, int]:
+    """Serve the prompts in small chunks: of the three guesses after what is known each time, those
+    that were checked must be the ``reference``'s. Returns the numbers of guesses and of right
+    ones."""
+    planners: list[CheckedGuesses] = []
+
+    def noted(scheduler: Scheduler) -> Scheduler:
+        planners.append(CheckedGuesses(scheduler))
+        return planners[0]
+
+    options: dict[str, Any] = {"page_size": 4, "chunk": 16, "radix": False, "mtp_tokens": 3}
+    with TinyEngine(model, context=context, wrap=noted, **options) as engine:
+        engine.run(prompts, sampling)
+        num_guesses, num_right = engine.num_guesses
+    assert len(planners[0].found) > len(prompts)
+    for guess in planners[0].found:
+        assert guess.tokens == reference(guess.known, 3)[: len(guess.tokens)]
+    assert num_right < num_guesses
+    return num_guesses, num_right

@@ -260,12 +260,6 @@ def write_eagle_checkpoint(
     return reference.eval()
 
 
-def reference_guesses(theirs: EagleReference, tokens: list[int], count: int) -> list[int]:
-    """The ``count`` tokens that the layer guesses after ``tokens``."""
-    with torch.no_grad():
-        return theirs.guesses(torch.tensor(tokens), count)[0]
-
-
 def _with_layers(model: Any) -> Any:
     """The same model with more layers."""
     config = copy.deepcopy(model.config)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -104,8 +104,15 @@ def write_mtp_checkpoint(case: str, folder: Path, *, predictable: bool = False) 
     return reference.eval()
 
 
-def reference_guesses(theirs: MTPReference, tokens: list[int], count: int) -> list[int]:
-    """The ``count`` tokens that the MTP layer guesses after ``tokens``."""
+class GuessingReference(Protocol):
+    """A reference of a layer that guesses."""
+
+    def guesses(self, tokens: Tensor, count: int) -> tuple[list[int], Tensor]:
+        """The ``count`` tokens that it guesses after ``tokens``, and its states."""
+
+
+def reference_guesses(theirs: GuessingReference, tokens: list[int], count: int) -> list[int]:
+    """The ``count`` tokens that the layer guesses after ``tokens``."""
     with torch.no_grad():
         return theirs.guesses(torch.tensor(tokens), count)[0]
 

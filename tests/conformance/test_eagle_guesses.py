@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -9,16 +10,11 @@ import pytest
 import torch
 
 from minisgl_backend.request import IntArray
-from minisgl_backend.runtime.ports import Scheduler
-from tests.conformance.checked_guesses import CheckedGuesses
+from tests.conformance.checked_guesses import check_guesses
 from tests.conformance.checkpoints import CONTEXT, VOCAB_SIZE
-from tests.conformance.eagle_checkpoints import (
-    FORMS,
-    PREDICTABLE,
-    reference_guesses,
-    write_eagle_checkpoint,
-)
+from tests.conformance.eagle_checkpoints import FORMS, PREDICTABLE, write_eagle_checkpoint
 from tests.conformance.engines import TinyEngine, load_model, prompts_with_shared_prefixes
+from tests.conformance.mtp_checkpoints import reference_guesses
 from tests.conformance.test_mtp_guesses import OPTIONS, SAMPLING
 
 MODELS: Final = ("qwen3", "llama", "qwen3-moe", "gpt-oss")
@@ -71,18 +67,4 @@ def test_guesses_are_those_of_the_reference(case: str, form: str, tmp_path: Path
     theirs = write_eagle_checkpoint(case, tmp_path, FORMS[form])
     model = load_model(tmp_path / "model", context=CONTEXT, eagle=tmp_path / "eagle")
     given = [prompt[-(20 + index) :] for index, prompt in enumerate(prompts())]
-    options: dict[str, Any] = {"page_size": 4, "chunk": 16, "radix": False, "mtp_tokens": 3}
-    planners: list[CheckedGuesses] = []
-
-    def noted(scheduler: Scheduler) -> Scheduler:
-        planners.append(CheckedGuesses(scheduler))
-        return planners[0]
-
-    with TinyEngine(model, context=CONTEXT, wrap=noted, **options) as engine:
-        engine.run(given, SAMPLING)
-        num_guesses, num_right = engine.num_guesses
-        assert num_right < num_guesses
-    assert len(planners[0].found) > len(given)
-    for guess in planners[0].found:
-        expected = reference_guesses(theirs, guess.known, 3)
-        assert guess.tokens == expected[: len(guess.tokens)]
+    check_guesses(model, given, SAMPLING, partial(reference_guesses, theirs), context=CONTEXT)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
 
 from minisgl_backend.request import IntArray, SamplingParams
-from minisgl_backend.runtime.ports import Scheduler
-from tests.conformance.checked_guesses import CheckedGuesses
+from tests.conformance.checked_guesses import check_guesses
 from tests.conformance.checkpoints import CONTEXT, VOCAB_SIZE
 from tests.conformance.engines import TinyEngine, load_model, prompts_with_shared_prefixes
 from tests.conformance.mtp_checkpoints import reference_guesses, write_mtp_checkpoint
@@ -55,19 +55,6 @@ def test_guesses_are_those_of_the_reference(case: str, predictable: bool, tmp_pa
     theirs = write_mtp_checkpoint(case, tmp_path, predictable=predictable)
     model = load_model(tmp_path, context=CONTEXT, mtp=True)
     given = [prompt[-(20 + index) :] for index, prompt in enumerate(prompts())]
-    options: dict[str, Any] = {"page_size": 4, "chunk": 16, "radix": False, "mtp_tokens": 3}
-    planners: list[CheckedGuesses] = []
-
-    def noted(scheduler: Scheduler) -> Scheduler:
-        planners.append(CheckedGuesses(scheduler))
-        return planners[0]
-
-    with TinyEngine(model, context=CONTEXT, wrap=noted, **options) as engine:
-        engine.run(given, SAMPLING)
-        num_guesses, num_right = engine.num_guesses
-        assert num_right < num_guesses
-        assert num_right > 0 or not predictable
-    assert len(planners[0].found) > len(given)
-    for guess in planners[0].found:
-        expected = reference_guesses(theirs, guess.known, 3)
-        assert guess.tokens == expected[: len(guess.tokens)]
+    reference = partial(reference_guesses, theirs)
+    _, num_right = check_guesses(model, given, SAMPLING, reference, context=CONTEXT)
+    assert num_right > 0 or not predictable

@@ -61,7 +61,7 @@ def written(case: str, folder: Path, *, predictable: bool = False) -> Written:
     return Written(
         folder / "model",
         {"speculative_mtp_model": str(folder / "eagle")},
-        lambda tokens, count: eagle_checkpoints.reference_guesses(layer, tokens, count),
+        lambda tokens, count: mtp_checkpoints.reference_guesses(layer, tokens, count),
         least_right=0.2,  # its output head lacks tokens
     )
 

@@ -69,9 +69,9 @@ def _scheme(group: ConfigReader, layout: str) -> WeightFormat | None:
     if layout == "nvfp4-pack-quantized":
         return _nvfp4_format(weights, kind, strategy)
     if layout in ("float-quantized", "naive-quantized") and kind == ("float", 8):
-        return _float8_format(weights, inputs, strategy)
+        return _unpacked_format(weights, inputs, strategy, Layout.FP8, Encoding.E4M3)
     if layout in ("int-quantized", "naive-quantized") and kind == ("int", 8):
-        return _int8_format(weights, inputs, strategy)
+        return _unpacked_format(weights, inputs, strategy, Layout.INT8, Encoding.INT8)
     if layout == "pack-quantized" and kind in (("int", 4), ("int", 8)):
         if inputs.values:
             raise ConfigError(f"{inputs.where} is not supported with {layout} weights")
@@ -107,38 +107,23 @@ def _nvfp4_format(weights: ConfigReader, kind: tuple[str, int], strategy: str) -
     return WeightFormat(layout=Layout.NV_PACKED, encoding=Encoding.E2M1, block=(1, GROUP_OF_NVFP4))
 
 
-def _float8_format(weights: ConfigReader, inputs: ConfigReader, strategy: str) -> WeightFormat:
+def _unpacked_format(
+    weights: ConfigReader, inputs: ConfigReader, strategy: str, layout: Layout, encoding: Encoding
+) -> WeightFormat:
+    """Codes of 8 bits, each an element of its tensor. Only floats may be in blocks."""
     shapes: dict[str, tuple[int | None, int | None] | None] = {
         "tensor": (None, None),
         "channel": (1, None),
-        "block": block(weights, "block_structure"),
     }
+    if encoding is Encoding.E4M3:
+        shapes["block"] = block(weights, "block_structure")
     shape = shapes.get(strategy)
     if shape is None:
-        raise weights.error("strategy", "tensor, channel or block", strategy)
+        *others, last = shapes
+        raise weights.error("strategy", f"{', '.join(others)} or {last}", strategy)
     only(weights, "symmetric", weights.flag("symmetric", True), True)
     return WeightFormat(
-        layout=Layout.FP8,
-        encoding=Encoding.E4M3,
-        block=shape,
-        static_inputs=_has_scale(inputs),
-    )
-
-
-def _int8_format(weights: ConfigReader, inputs: ConfigReader, strategy: str) -> WeightFormat:
-    shapes: dict[str, tuple[int | None, int | None]] = {
-        "tensor": (None, None),
-        "channel": (1, None),
-    }
-    shape = shapes.get(strategy)
-    if shape is None:
-        raise weights.error("strategy", "tensor or channel", strategy)
-    only(weights, "symmetric", weights.flag("symmetric", True), True)
-    return WeightFormat(
-        layout=Layout.INT8,
-        encoding=Encoding.INT8,
-        block=shape,
-        static_inputs=_has_scale(inputs),
+        layout=layout, encoding=encoding, block=shape, static_inputs=_has_scale(inputs)
     )
 
 

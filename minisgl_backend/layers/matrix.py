@@ -250,6 +250,13 @@ class Matrix(nn.Module, ABC):
         return None
 
 
+def pack_matrices(module: nn.Module) -> None:
+    """Pack all matrices in a module, whose weights nothing else needs."""
+    for child in module.modules():
+        if isinstance(child, Matrix):
+            child.pack()
+
+
 class DenseMatrix(Matrix):
     """A weight in the activations' own dtype.
 

@@ -33,7 +33,7 @@ from minisgl_backend.kernels.small_batch import MAX_BATCH_SIZE
 from minisgl_backend.layers.embedding import OutputHead, VocabEmbedding
 from minisgl_backend.layers.experts import ExpertsMLP
 from minisgl_backend.layers.feed_forward import GatedMLP
-from minisgl_backend.layers.matrix import DenseMatrix, Matrix
+from minisgl_backend.layers.matrix import DenseMatrix, pack_matrices
 from minisgl_backend.layers.norm import Normed, add_sum, is_sum_fused
 from minisgl_backend.layers.quantized_matrix import Matrices
 from minisgl_backend.models.decoder_layers import (
@@ -176,9 +176,7 @@ class Decoder(nn.Module):
     def pack(self) -> None:
         """Arrange the loaded weights for GEMMs, after which nothing else may read them."""
         for layer in self.layers:
-            for module in layer.modules():
-                if isinstance(module, Matrix):
-                    module.pack()
+            pack_matrices(layer)
         self.head.matrix.pack(keep=self.spec.tie_embeddings)
         if self.eagle is not None:
             self.eagle.pack()

@@ -20,7 +20,7 @@ from minisgl_backend.errors import ConfigError
 from minisgl_backend.layers.embedding import OutputHead, VocabEmbedding
 from minisgl_backend.layers.feed_forward import GatedMLP
 from minisgl_backend.layers.linear import RowLinear
-from minisgl_backend.layers.matrix import Matrix
+from minisgl_backend.layers.matrix import pack_matrices
 from minisgl_backend.layers.norm import Normed, RMSNorm
 from minisgl_backend.layers.quantized_matrix import Matrices
 from minisgl_backend.layers.weight_place import Place, ReadTensor, StoredTensor, empty_parameter
@@ -102,9 +102,7 @@ class EagleLayer(nn.Module):
     def pack(self) -> None:
         """Arrange the weights for GEMMs (``Decoder.pack``)."""
         for part in (self.fc, self.midlayer, self.lm_head):
-            for module in part.modules():
-                if isinstance(module, Matrix):
-                    module.pack()
+            pack_matrices(part)
 
 
 class _MidLayer(nn.Module):

@@ -73,6 +73,7 @@ def use_tensor_cores(model: Decoder, device: torch.device) -> None:
         and all(_fits(linear, gate) for linear, gate in in_layers)
     )
     kernels_for = functools.cache(functools.partial(make, device))
+    _use_rounded_head(model, kernels_for)
     if are_whole:
         linears_of = [[linear for linear, _ in _within(layer)] for layer in model.layers]
         most_tokens = min(_largest_batch(linears, linears) for linears in linears_of)
@@ -80,12 +81,10 @@ def use_tensor_cores(model: Decoder, device: torch.device) -> None:
             model.use_tensor_cores(make(device, most_tokens))
         if model.mtp is not None:
             _use_separately(model.mtp.outside_kernels, kernels_for)
-        _use_rounded_head(model, kernels_for)
         return
     batches = [_use_separately(layer, kernels_for) for layer in model.main_layers]
     if model.mtp is not None:
         _use_separately(model.mtp, kernels_for)
-    _use_rounded_head(model, kernels_for)
     if model.group.size == 1:
         model.start_early(min(batches))
 

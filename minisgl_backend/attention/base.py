@@ -56,6 +56,19 @@ class ExpandedHeads:
     value_dim: int
 
 
+@dataclass(frozen=True, slots=True)
+class IndexShape:
+    """How tokens choose the ``top_k`` positions that they attend to (``kernels.indexer``).
+
+    ``key_dim`` is the size of index keys. ``layers`` are those that have any; each other layer
+    takes the positions that the last one before it chose.
+    """
+
+    top_k: int
+    key_dim: int
+    layers: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionShape:
     """The heads of one rank.
@@ -69,7 +82,7 @@ class AttentionShape:
     layers with windows have their own pages and page table (``cache.windows``); never if
     ``one_pool``. ``latent_dim``: pages hold latents, and a head's values are the first
     ``latent_dim`` elements of its keys (``PagedKV``); ``expanded`` are the keys and values that can
-    be made of a latent.
+    be made of a latent. ``index``: how positions are chosen; None if tokens attend to all.
     """
 
     num_heads: int
@@ -85,6 +98,7 @@ class AttentionShape:
     one_pool: bool = False
     latent_dim: int | None = None
     expanded: ExpandedHeads | None = None
+    index: IndexShape | None = None
 
     @property
     def num_layers(self) -> int:
@@ -97,10 +111,17 @@ class AttentionShape:
 
     def for_context(self, context: int) -> AttentionShape:
         """The shape for sequences of up to ``context`` tokens: with window pages if sequences can
-        be longer than the windows, and otherwise without sections."""
+        be longer than the windows, and otherwise without sections; and without a choice of
+        positions if all would be chosen."""
         is_longer = self.window is not None and self.window < context
         window_pages = is_longer and not self.one_pool
-        return replace(self, sections=self.sections and is_longer, window_pages=window_pages)
+        index = None if self.index is None or context <= self.index.top_k else self.index
+        return replace(
+            self,
+            sections=self.sections and is_longer,
+            window_pages=window_pages,
+            index=index,
+        )
 
     @property
     def section(self) -> int | None:
@@ -113,9 +134,12 @@ class AttentionShape:
         return 2 if self.latent_dim is None else 1
 
     def numbers_per_position(self, *, window_pages: bool) -> int:
-        """How many numbers pages hold for a position, keys and values together, in total over all
-        layers with window pages, or over all layers without."""
-        return sum(
+        """How many numbers pages hold for a position, keys, values and index keys together, in
+        total over all layers with window pages, or over all layers without."""
+        of_index = 0
+        if self.index is not None and not window_pages:
+            of_index = len(self.index.layers) * self.index.key_dim
+        return of_index + sum(
             len(own) * kind.tensors_per_layer * kind.num_kv_heads * kind.head_dim
             for kind, own in self.kinds
             if kind.window_pages == window_pages

@@ -24,6 +24,7 @@ from minisgl_backend.attention.base import (
     ChunkExpansion,
     DecodeAttention,
     GroupedDecode,
+    IndexShape,
     PagedAttention,
     PrefillAttention,
     ScheduledDecode,
@@ -57,9 +58,10 @@ from minisgl_backend.attention.sections import (
     SectionPrefill,
     within_section,
 )
+from minisgl_backend.attention.sparse import SparseAttention
 from minisgl_backend.config import did_you_mean
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.kernels.dispatch import has_triton
+from minisgl_backend.kernels.dispatch import has_triton, num_processors
 from minisgl_backend.kernels.ragged_attention import ragged_attention_reference
 
 logger = logging.getLogger(__name__)
@@ -108,6 +110,8 @@ def choose_attention(option: str | None, setting: AttentionSetting) -> PagedAtte
     Only ``triton``, ``fa`` and ``sdpa`` take latents; by default ``triton`` decodes few rows, and
     ``fa`` more. Only ``triton`` and ``sdpa`` take bounded scores.
     """
+    if setting.shape.index is not None:
+        return _sparse(option, setting, setting.shape.index)
     if len(setting.shape.kinds) > 1 or setting.shape.window_pages:
         return _by_layer(option, setting)
     if setting.shape.sections:
@@ -206,6 +210,30 @@ def _by_layer(option: str | None, setting: AttentionSetting) -> PagedAttention:
             ),
             default=None,
         ),
+    )
+
+
+def _sparse(option: str | None, setting: AttentionSetting, index: IndexShape) -> PagedAttention:
+    """A backend for layers that choose positions, made of one that attends to all, and of one whose
+    pages have one position."""
+    setting = replace(setting, shape=replace(setting.shape, index=None), grouped=False)
+    of_all = choose_attention(option, setting)
+    # more tokens than this are not split over multiprocessors
+    most_tokens = max(setting.max_batch_size, num_processors(setting.device))
+    chosen = choose_attention(
+        option,
+        replace(setting, page_size=1, max_sequence_length=index.top_k, max_batch_size=most_tokens),
+    )
+    return SparseAttention(
+        of_all.name,
+        of_all.prefill,
+        of_all.decode,
+        of_all.can_capture,
+        of_all.captures_chunks,
+        expansion=of_all.expansion,
+        chosen=chosen.decode,
+        top_k=index.top_k,
+        page_size=setting.page_size,
     )
 
 

@@ -33,7 +33,8 @@ class KVStorage:
     num_pages + 1, page_size, num_kv_heads, head_dim]; the 2 are keys and values, and the last page
     is the dummy page. Latents, which are both, have 1 instead of the 2. Kinds with window pages
     have ``num_window_pages`` instead. All start as zero: attention may multiply positions that were
-    never written by zero, so they must be finite. ``layers`` has the pages of each layer.
+    never written by zero, so they must be finite. Index keys are in one more tensor, with 1 in
+    place of the 2 and of the heads. ``layers`` has the pages of each layer.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class KVStorage:
         self._kinds = [kind for kind, _ in shape.kinds]
         scales = scales or [KVScale()] * shape.num_layers
         self.pages: list[Tensor] = []
+        self.index_keys: Tensor | None = None
         by_layer: dict[int, PagedKV] = {}
         for kind, layers in shape.kinds:
             count = num_pages
@@ -67,6 +69,11 @@ class KVStorage:
             self.pages.append(pages)
             for layer, of_layer in zip(layers, pages, strict=True):
                 by_layer[layer] = _layer(of_layer, scales[layer], kind.latent_dim)
+        if (index := shape.index) is not None:
+            dims = (len(index.layers), 1, num_pages + 1, page_size, 1, index.key_dim)
+            self.index_keys = _zeros(dims, dtype, device)
+            for layer, of_layer in zip(index.layers, self.index_keys, strict=True):
+                by_layer[layer] = replace(by_layer[layer], index_keys=of_layer[0, :, :, 0])
         self.layers = [by_layer[layer] for layer in range(shape.num_layers)]
 
     def clear(self, pages: Tensor, *, window_pages: bool = False) -> None:
@@ -92,10 +99,17 @@ class KVStorage:
                 slots.index_copy_(2, targets[part], slots.index_select(2, sources[part]))
 
     def _raw(self, *, window_pages: bool) -> Iterator[Tensor]:
-        """``pages`` of these kinds; float8 as bytes, since it can be neither filled nor indexed."""
-        for kind, pages in zip(self._kinds, self.pages, strict=True):
-            if kind.window_pages == window_pages:
-                yield pages.view(torch.uint8) if pages.itemsize == 1 else pages
+        """``pages`` of these kinds, and index keys, which no window pages have; float8 as bytes,
+        since it can be neither filled nor indexed."""
+        found = [
+            pages
+            for kind, pages in zip(self._kinds, self.pages, strict=True)
+            if kind.window_pages == window_pages
+        ]
+        if self.index_keys is not None and not window_pages:
+            found.append(self.index_keys)
+        for pages in found:
+            yield pages.view(torch.uint8) if pages.itemsize == 1 else pages
 
 
 def _zeros(dims: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

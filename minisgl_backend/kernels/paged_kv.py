@@ -34,6 +34,9 @@ class PagedKV:
     ``sinks`` [num_heads], in the type of the queries, add one more score, without a value, to each
     softmax of a head (arXiv 2309.17453). The sink takes its part of the sum and contributes
     nothing, so attention without sinks is multiplied by sigmoid(log-sum-exp - sink).
+
+    ``index_keys`` [num_pages + 1, page_size, size], in the type of pages but never scaled: of
+    layers that choose which positions tokens attend to (``kernels.indexer``).
     """
 
     keys: Tensor
@@ -42,6 +45,7 @@ class PagedKV:
     v_scale: Tensor | None = None
     scale: KVScale = field(default_factory=KVScale)
     sinks: Tensor | None = None
+    index_keys: Tensor | None = None
 
     @property
     def has_latents(self) -> bool:

@@ -145,14 +145,14 @@ def qk_norm_rope_store_reference(
         v = F.rms_norm(at_least_float32(v), (head_dim,), None, eps)
     qk = at_least_float32(qk)
     if norm_last:
-        qk = _rotated(qk, places)
+        qk = rotated(qk, places)
     if head_weights is not None:
         qk = F.rms_norm(qk, (head_dim,), None, eps).mul_(head_weights)
     if not norm_last:
-        qk = _rotated(qk, places)
+        qk = rotated(qk, places)
     q, k = qk.tensor_split([num_heads], dim=1)
-    _store(kv.keys, places, k, kv.k_scale)
-    _store(kv.values, places, v, kv.v_scale)
+    store(kv.keys, places, k, kv.k_scale)
+    store(kv.values, places, v, kv.v_scale)
     return q.to(qkv.dtype)
 
 
@@ -200,7 +200,7 @@ def rotated_queries_reference(
     heads = at_least_float32(q.view(len(q), num_heads, -1))
     if head_weights is not None:
         heads = F.rms_norm(heads, heads.shape[-1:], None, eps).mul_(head_weights)
-    return _rotated(heads, places).to(q.dtype)
+    return rotated(heads, places).to(q.dtype)
 
 
 def rope_store_latents(
@@ -255,14 +255,14 @@ def rope_store_latents_reference(
     eps: float,
 ) -> None:
     """The twin of ``rope_store_latents``; float64 stays float64."""
-    queries.copy_(_rotated(at_least_float32(q), places))
+    queries.copy_(rotated(at_least_float32(q), places))
     latents, keys = at_least_float32(compressed).tensor_split([len(norm_weight)], dim=1)
     latents = F.rms_norm(latents, norm_weight.shape, None, eps) * norm_weight
-    keys = _rotated(keys[:, None], places)  # [num_tokens, 1, rope_dim]
-    _store(kv.keys, places, torch.cat([latents[:, None], keys], dim=-1), kv.k_scale)
+    keys = rotated(keys[:, None], places)  # [num_tokens, 1, rope_dim]
+    store(kv.keys, places, torch.cat([latents[:, None], keys], dim=-1), kv.k_scale)
 
 
-def _rotated(heads: Tensor, places: TokenPlaces) -> Tensor:
+def rotated(heads: Tensor, places: TokenPlaces) -> Tensor:
     """``heads`` [num_tokens, num_heads, head_dim], rotated to their positions."""
     of_own, of_other = places.rotation
     rotary_dim = of_own.shape[-1]
@@ -271,13 +271,13 @@ def _rotated(heads: Tensor, places: TokenPlaces) -> Tensor:
         other = turned.reshape(*turned.shape[:-1], -1, 2).flip(-1).flatten(-2)
     else:
         other = turned.roll(rotary_dim // 2, dims=-1)
-    rotated = torch.addcmul(turned * of_own, other, of_other)
+    turned = torch.addcmul(turned * of_own, other, of_other)
     if rotary_dim == heads.shape[-1]:
-        return rotated
-    return torch.cat([rotated, heads[..., rotary_dim:]], dim=-1)
+        return turned
+    return torch.cat([turned, heads[..., rotary_dim:]], dim=-1)
 
 
-def _store(cache: Tensor, places: TokenPlaces, x: Tensor, scale: Tensor | None) -> None:
+def store(cache: Tensor, places: TokenPlaces, x: Tensor, scale: Tensor | None) -> None:
     """Write ``x`` [num_tokens, num_kv_heads, head_dim] to its slots."""
     slots, is_kept = places.stored
     if is_kept is not None:

@@ -25,7 +25,9 @@ from minisgl_backend.models.families.cohere import read_cohere, read_cohere2, re
 from minisgl_backend.models.families.deepseek import (
     read_deepseek_v2,
     read_deepseek_v3,
+    read_deepseek_v32,
     read_glm4_moe_lite,
+    read_glm_moe_dsa,
     read_kimi_k25,
     read_youtu,
 )
@@ -272,6 +274,8 @@ ARCHITECTURES: Final[Mapping[str, Callable[[ConfigReader], ModelSpec]]] = Mappin
         "Glm4MoeLiteForCausalLM": read_glm4_moe_lite,
         "DeepseekV2ForCausalLM": read_deepseek_v2,
         "DeepseekV3ForCausalLM": read_deepseek_v3,
+        "DeepseekV32ForCausalLM": read_deepseek_v32,
+        "GlmMoeDsaForCausalLM": read_glm_moe_dsa,
         "KimiK25ForConditionalGeneration": read_kimi_k25,
         "Kimi_K25ForConditionalGeneration": read_kimi_k25,
         "KimiLinearForCausalLM": read_kimi_linear,
@@ -375,7 +379,8 @@ _WITH_NEEDLESS_CODE: Final = frozenset(
     | {"HunYuanDenseV1ForCausalLM", "HunYuanMoEV1ForCausalLM", "HyperCLOVAXForCausalLM"}
     | {"InternLM3ForCausalLM", "IQuestCoderForCausalLM", "SolarOpenForCausalLM"}
     | {"AfmoeForCausalLM", "NemotronHForCausalLM"}
-    | {"DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "YoutuForCausalLM"}
+    | {"DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM"}
+    | {"YoutuForCausalLM"}
     | {"KimiK25ForConditionalGeneration", "KimiLinearForCausalLM", "LagunaForCausalLM"}
 )
 """Architectures whose checkpoints come with code that transformers has included since."""

@@ -33,6 +33,7 @@ from minisgl_backend.layers.weight_place import (
     empty_parameter,
     even_share,
 )
+from minisgl_backend.models.indexer import Indexer
 from minisgl_backend.models.spec import LatentSpec, ModelSpec
 from minisgl_backend.models.token_mixing import StepContext
 from minisgl_backend.parallel.group import Group
@@ -88,6 +89,12 @@ class LatentAttention(nn.Module):
             group=group,
             matrices=matrices,
         )
+        self.indexer: Indexer | None = None
+        if (indexer := latent.indexer) is not None and layer in indexer.layers:
+            assert latent.query_rank is not None
+            self.indexer = Indexer(
+                indexer, f"{name}.indexer", latent.query_rank, spec.hidden_size, matrices
+            )
 
     def bind(self, kv: PagedKV) -> None:
         """Store the latents of the layer's tokens in these pages from now on."""
@@ -106,7 +113,8 @@ class LatentAttention(nn.Module):
         return self.o_proj.add_to(residual, values, norm, pdl=step.pdl)
 
     def rounding(self, num_tokens: int) -> int | None:
-        return self.a_proj.matrix.rounding(num_tokens)
+        # the indexer reads inputs, too, and not all of its weights are of 8 bits
+        return self.a_proj.matrix.rounding(num_tokens) if self.indexer is None else None
 
     def _values(self, x: Normed, step: StepContext) -> Tensor:
         """[num_tokens, num_heads * value_dim]"""
@@ -134,7 +142,10 @@ class LatentAttention(nn.Module):
         both = self.a_proj(x, pdl=pdl)  # [num_tokens, latents or heads of queries, latents of keys]
         q, compressed = both.tensor_split([both.shape[1] - latent.key_dim], dim=1)
         if self.q_b_proj is not None and (norm := self.q_a_layernorm) is not None:
-            q = self.q_b_proj(Normed(rms_norm(q, norm.weight, norm.eps, pdl=pdl)), pdl=pdl)
+            latents = rms_norm(q, norm.weight, norm.eps, pdl=pdl)
+            if self.indexer is not None and (index_keys := self.kv.index_keys) is not None:
+                self.indexer(x, latents, index_keys, step)
+            q = self.q_b_proj(Normed(latents), pdl=pdl)
         q = q.view(len(q), self.num_heads, latent.query_dim)
         if step.query_scale is not None:
             q.mul_(step.query_scale)

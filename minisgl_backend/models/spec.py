@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Final, Literal, TypeAlias
 
-from minisgl_backend.attention.base import AttentionShape, ExpandedHeads, LayerHeads
+from minisgl_backend.attention.base import AttentionShape, ExpandedHeads, IndexShape, LayerHeads
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.experts_spec import ExpertsSpec
 from minisgl_backend.gates import Activation, Gate, OutputGate
@@ -119,6 +119,29 @@ Part: TypeAlias = Literal["mixer", "feed-forward"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class IndexerSpec:
+    """DeepSeek Sparse Attention (DeepSeek-V3.2, arXiv 2512.02556): tokens attend to the ``top_k``
+    positions with the highest scores (``kernels.indexer``).
+
+    A token has ``num_heads`` index queries of ``key_dim`` numbers, which are made of its latent of
+    queries. The first numbers rotate, as many as those of attention, by halves unless
+    ``interleaved``. ``layers`` choose positions; each other layer takes those that the last one
+    before it chose (IndexCache, arXiv 2603.12201).
+    """
+
+    num_heads: int
+    key_dim: int
+    top_k: int
+    layers: frozenset[int]
+    interleaved: bool = False
+
+    def num_parameters(self, query_rank: int, hidden_size: int) -> int:
+        """Number of weights of a layer's projections."""
+        of_tokens = (self.key_dim + self.num_heads) * hidden_size
+        return of_tokens + self.num_heads * self.key_dim * query_rank
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LatentSpec:
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434).
 
@@ -126,7 +149,7 @@ class LatentSpec:
     values, and one rotated key of ``rope_dim`` numbers for all heads. A head's query has
     ``nope_dim`` numbers that do not rotate and ``rope_dim`` that do; its value has ``value_dim``.
     With a ``query_rank`` queries are made of a latent, too, which has this size. Both latents are
-    normalized, with ``norm_eps``.
+    normalized, with ``norm_eps``. Only models with a ``query_rank`` have an ``indexer``.
     """
 
     latent_dim: int
@@ -135,6 +158,7 @@ class LatentSpec:
     value_dim: int
     query_rank: int | None = None
     norm_eps: float = 1e-6
+    indexer: IndexerSpec | None = None
 
     @property
     def query_dim(self) -> int:
@@ -551,6 +575,9 @@ class ModelSpec:
                 continue
             if self.latent is not None:
                 mixers += self.latent.num_parameters(self.num_heads, self.hidden_size)
+                indexer, rank = self.latent.indexer, self.latent.query_rank
+                if indexer is not None and rank is not None and layer in indexer.layers:
+                    mixers += indexer.num_parameters(rank, self.hidden_size)
                 continue
             # queries, outputs; keys, values
             own = self.heads_of(layer)
@@ -596,4 +623,14 @@ class ModelSpec:
             by_layer=() if are_alike else tuple(by_layer),
             latent_dim=None if self.latent is None else self.latent.latent_dim,
             expanded=None if self.latent is None else self.latent.expanded,
+            index=self._index_shape,
         )
+
+    @property
+    def _index_shape(self) -> IndexShape | None:
+        if self.latent is None or (indexer := self.latent.indexer) is None:
+            return None
+        layers = (
+            place for place, layer in enumerate(self.attention_layers) if layer in indexer.layers
+        )
+        return IndexShape(indexer.top_k, indexer.key_dim, tuple(layers))

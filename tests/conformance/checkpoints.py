@@ -291,6 +291,14 @@ def _deepseek_v3(**changes: Any) -> PreTrainedModel:
     return _corrected(DeepseekV3ForCausalLM(DeepseekV3Config(**values)))
 
 
+def _with_indexer(architecture: str, **changes: Any) -> PreTrainedModel:
+    """Of few positions, among 24 heads of scores, so that no two scores are equal at 0."""
+    sizes = {"index_n_heads": 24, "index_head_dim": 24, "index_topk": 10}
+    values = _sigmoid_experts(**{**_LATENTS, **sizes, "first_k_dense_replace": 1, **changes})
+    config = _newer(f"{architecture}Config")(**values)
+    return _corrected(_newer(f"{architecture}ForCausalLM")(config))
+
+
 def _deepseek_v2(**changes: Any) -> PreTrainedModel:
     values = _sigmoid_experts(**{**_LATENTS, "norm_topk_prob": False, **changes})
     return DeepseekV2ForCausalLM(DeepseekV2Config(**values))
@@ -1621,6 +1629,16 @@ CASES: Final[Mapping[str, Callable[[], PreTrainedModel]]] = MappingProxyType(
             num_key_value_heads=4,
             partial_rotary_factor=0.25,
             tie_word_embeddings=True,
+        ),
+        "deepseek-v32": lambda: _with_indexer(
+            "DeepseekV32", n_group=4, topk_group=2, rope_parameters=dict(_LATENT_YARN)
+        ),
+        "deepseek-v32-sparse": lambda: _with_indexer(
+            "DeepseekV32", n_group=1, topk_group=1, mlp_layer_types=["sparse", "dense", "sparse"]
+        ),
+        "glm-moe-dsa": lambda: _with_indexer("GlmMoeDsa", tie_word_embeddings=True),
+        "glm-moe-dsa-shared": lambda: _with_indexer(
+            "GlmMoeDsa", num_hidden_layers=4, indexer_types=["full", "shared", "full", "shared"]
         ),
     }
 )

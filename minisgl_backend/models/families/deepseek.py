@@ -1,9 +1,9 @@
-"""DeepSeek-V2 and V3 and models made like them, with multi-head latent attention: Kimi K2 and K2.5,
-Moonlight, GLM-4.7-Flash and Youtu-LLM."""
+"""DeepSeek-V2, V3 and V3.2 and models made like them, with multi-head latent attention: Kimi K2 and
+K2.5, Moonlight, GLM-4.7-Flash, GLM-5 and Youtu-LLM."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Final
@@ -18,7 +18,7 @@ from minisgl_backend.models.families.fields import (
     text_config,
     text_part,
 )
-from minisgl_backend.models.families.latents import latent_fields
+from minisgl_backend.models.families.latents import latent_fields, read_indexer
 from minisgl_backend.models.families.mtp_layers import left_out_mtp, mtp_behind
 from minisgl_backend.models.spec import MOST_EXPERTS, MOST_WIDTH, ModelSpec, MoeSpec
 from minisgl_backend.models.tensor_names import TensorNames
@@ -66,6 +66,87 @@ def read_deepseek_v3(config: ConfigReader) -> ModelSpec:
         **mtp_behind(config, num_layers),
         **fields,
     )
+
+
+def read_deepseek_v32(config: ConfigReader) -> ModelSpec:
+    """``DeepseekV32ForCausalLM``: DeepSeek-V3.2, which is DeepSeek-V3 with an indexer in each
+    layer."""
+    check_supported(config, {"indexer_rope_interleave": False})
+    config = config.with_defaults(
+        index_n_heads=64,
+        max_position_embeddings=163_840,
+        moe_intermediate_size=2048,
+        n_group=8,
+        n_routed_experts=256,
+        q_lora_rank=1536,
+        qk_nope_head_dim=128,
+        routed_scaling_factor=2.5,
+        topk_group=4,
+        v_head_dim=128,
+    )
+    num_layers = config.integer("num_hidden_layers")
+    return _with_indexer("DeepseekV32ForCausalLM", config, range(num_layers), interleaved=False)
+
+
+def read_glm_moe_dsa(config: ConfigReader) -> ModelSpec:
+    """``GlmMoeDsaForCausalLM``: GLM-5, DeepSeek-V3.2 with other sizes, an indexer that rotates
+    neighbours, and perhaps layers that share the positions which one of them chose."""
+    check_supported(config, {"indexer_rope_interleave": True})
+    config = config.with_defaults(
+        index_n_heads=32,
+        max_position_embeddings=202_752,
+        moe_intermediate_size=2048,
+        n_routed_experts=256,
+        q_lora_rank=2048,
+        qk_nope_head_dim=192,
+        rms_norm_eps=1e-5,
+        routed_scaling_factor=2.5,
+        v_head_dim=256,
+    )
+    layers = _layers_that_choose(config, config.integer("num_hidden_layers"))
+    return _with_indexer("GlmMoeDsaForCausalLM", config, layers, interleaved=True)
+
+
+def _with_indexer(
+    architecture: str, config: ConfigReader, layers: Iterable[int], *, interleaved: bool
+) -> ModelSpec:
+    """A model like DeepSeek-V3.2, in which ``layers`` have an indexer, and so has the MTP layer."""
+    check_supported(config, _OF_V3)
+    fields = latent_fields(config)
+    num_layers, latent = fields["num_layers"], fields["latent"]
+    indexer = read_indexer(config, latent, {*layers, num_layers}, interleaved=interleaved)
+    dense = config.integer("first_k_dense_replace", 3, minimum=0)
+    with_experts = layers_with_experts(config, num_layers, dense=dense)
+    moe = replace(deepseek_experts(config, num_layers, first=3), layers=with_experts)
+    return ModelSpec(
+        architecture=architecture,
+        moe=moe if with_experts else None,
+        names=TensorNames(left_out=left_out_mtp(config, num_layers)),
+        **mtp_behind(config, num_layers),
+        **{**fields, "latent": replace(latent, indexer=indexer)},
+    )
+
+
+def _layers_that_choose(config: ConfigReader, num_layers: int) -> list[int]:
+    """The layers with an indexer, by ``indexer_types``; or by ``index_topk_pattern``, a letter for
+    each layer; or every ``index_topk_freq``-th."""
+    kinds = config.layer_kinds(("full", "shared"), num_layers, "indexer_types")
+    pattern = config.values.get("index_topk_pattern")
+    if kinds is None and pattern is not None:
+        letters = "FS" if isinstance(pattern, str) else ("full", "shared")
+        if len(pattern) != num_layers or not set(pattern) <= set(letters):
+            raise config.error("index_topk_pattern", f"F or S for {num_layers} layers", pattern)
+        kinds = ["full" if kind == letters[0] else "shared" for kind in pattern]
+    if kinds is None:
+        every = config.integer("index_topk_freq", 1, minimum=0) or 1
+        offset = config.integer("index_skip_topk_offset", 2, minimum=0)
+        kinds = [
+            "shared" if max(layer + 1 - offset, 0) % every else "full"
+            for layer in range(num_layers)
+        ]
+    if kinds[0] != "full":
+        raise config.error("indexer_types", "full for the first layer", kinds[0])
+    return [layer for layer, kind in enumerate(kinds) if kind == "full"]
 
 
 def read_kimi_k25(config: ConfigReader) -> ModelSpec:

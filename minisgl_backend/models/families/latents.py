@@ -6,6 +6,7 @@ Must not know any particular architecture.
 from __future__ import annotations
 
 import math
+from collections.abc import Set
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ from minisgl_backend.errors import ConfigError
 from minisgl_backend.models.common_fields import common_fields
 from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.families.fields import check_supported
-from minisgl_backend.models.spec import MOST_HEADS, LatentSpec, RopeSpec
+from minisgl_backend.models.spec import MOST_HEADS, IndexerSpec, LatentSpec, RopeSpec
 
 
 def latent_fields(config: ConfigReader) -> dict[str, Any]:
@@ -40,6 +41,26 @@ def latent_fields(config: ConfigReader) -> dict[str, Any]:
         "rope": replace(rope, interleaved=config.flag("rope_interleave", True)),
         "attention_scale": latent.query_dim**-0.5 * _stretched_magnitude(config, rope) ** 2,
     }
+
+
+def read_indexer(
+    config: ConfigReader, latent: LatentSpec, layers: Set[int], *, interleaved: bool
+) -> IndexerSpec:
+    """The indexer of these ``layers``, which reads the latents of queries. The caller gives the
+    default of ``index_n_heads``."""
+    if latent.query_rank is None:
+        raise config.error("q_lora_rank", "an integer, since the indexer reads latents", None)
+    key_dim = config.integer("index_head_dim", 128, maximum=MOST_HEADS)
+    if key_dim < latent.rope_dim:
+        rotated = f"at least {latent.rope_dim}, which is qk_rope_head_dim"
+        raise config.error("index_head_dim", rotated, key_dim)
+    return IndexerSpec(
+        num_heads=config.integer("index_n_heads", maximum=MOST_HEADS),
+        key_dim=key_dim,
+        top_k=config.integer("index_topk", 2048),
+        layers=frozenset(layers),
+        interleaved=interleaved,
+    )
 
 
 def _size(config: ConfigReader, key: str, default: int | None = None) -> int:

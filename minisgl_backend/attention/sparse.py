@@ -1,0 +1,160 @@
+"""Attention to chosen positions: a backend for models with an indexer (``kernels.indexer``).
+
+Each token of a step, decoding or in a chunk, is attended by itself, as a decoding row whose pages
+have one position: those that its layer, or one before it, has chosen. A step whose tokens see no
+more positions than are chosen, as far as the host knows, is one of the backend for all positions.
+
+    token            0 .. | num_decodes ..  offsets[0] .. | offsets[-1] .. num_tokens
+    row and length   of its decoding row, or padding      | of its chunk   | padding
+
+Knows which tokens see how many positions of which row. Must not know how scores are made of the
+index keys, or how attention is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from minisgl_backend.attention.base import (
+    Attend,
+    Chunks,
+    DecodeAttention,
+    DecodeRows,
+    LayerAttention,
+    PagedAttention,
+)
+from minisgl_backend.kernels.indexer import choose_slots, index_scores
+from minisgl_backend.kernels.paged_kv import PagedKV
+
+_SCORE_BYTES: Final = 128 * 2**20
+"""The most bytes of scores at a time."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _SeenPositions:
+    """How many positions tokens see, ``lengths`` int32 [num_tokens], of which ``rows`` int32
+    [num_tokens] of ``page_table``; ``longest`` bounds the lengths."""
+
+    rows: Tensor
+    lengths: Tensor
+    page_table: Tensor
+    longest: int
+
+    def pieces(self) -> Iterator[slice]:
+        """All tokens, in pieces whose scores take a bounded number of bytes."""
+        most = max(_SCORE_BYTES // (4 * self.longest), 1)
+        for begin in range(0, len(self.rows), most):
+            yield slice(begin, min(begin + most, len(self.rows)))
+
+
+@dataclass(slots=True, eq=False)
+class AttendChosen:
+    """``Attend`` of a step whose layers choose positions first, or take those chosen before.
+
+    ``slots`` int32 [num_tokens, top_k] are those of the chosen positions.
+    """
+
+    seen: _SeenPositions
+    page_size: int
+    decode: DecodeAttention
+    slots: Tensor
+    of_slots: DecodeRows
+    attend: LayerAttention | None = None
+
+    def choose(self, q: Tensor, weights: Tensor, index_keys: Tensor) -> None:
+        """Choose the positions for this layer and those behind it. ``q`` [num_tokens, num_heads,
+        key_dim] and ``weights`` float32 [num_tokens, num_heads] as for ``index_scores``."""
+        seen = self.seen
+        for part in seen.pieces():
+            rows, lengths = seen.rows[part], seen.lengths[part]
+            scores = index_scores(
+                q[part],
+                weights[part],
+                index_keys,
+                seen.page_table,
+                rows,
+                lengths,
+                width=seen.longest,
+            )
+            choose_slots(
+                self.slots[part],
+                scores,
+                seen.page_table,
+                rows,
+                lengths,
+                page_size=self.page_size,
+            )
+        self.attend = self.decode.plan_rows(self.of_slots)
+
+    def __call__(self, q: Tensor, kv: PagedKV, layer: int) -> Tensor:
+        assert self.attend is not None  # the first layer chooses
+        keys, values = (part.flatten(0, 1)[:, None] for part in (kv.keys, kv.values))
+        out = q.new_empty(*q.shape[:-1], values.shape[-1])
+        self.attend(out, q, replace(kv, keys=keys, values=values), layer)
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class SparseAttention(PagedAttention):
+    """A backend of a model with an indexer that chooses ``top_k`` positions. ``prefill`` and
+    ``decode`` attend to all positions; ``chosen`` decodes over pages of one position."""
+
+    chosen: DecodeAttention = field(kw_only=True)
+    top_k: int = field(kw_only=True)
+    page_size: int = field(kw_only=True)
+
+    def plan(self, decodes: DecodeRows | None, chunks: Chunks | None) -> Attend:
+        longest = _longest(decodes, chunks, self.page_size)
+        if longest <= self.top_k:
+            return PagedAttention.plan(self, decodes, chunks)
+        seen = _seen(decodes, chunks, longest)
+        device = seen.rows.device
+        slots = torch.zeros((len(seen.rows), self.top_k), dtype=torch.int32, device=device)
+        counts = seen.lengths.clamp(max=self.top_k)
+        of_slots = DecodeRows(
+            rows=torch.arange(len(slots), dtype=torch.int32, device=device),
+            lengths=counts,
+            page_table=slots,
+            host_lengths=counts.numpy() if device.type == "cpu" else None,
+        )
+        return AttendChosen(seen, self.page_size, self.chosen, slots, of_slots)
+
+
+def _longest(decodes: DecodeRows | None, chunks: Chunks | None, page_size: int) -> int:
+    """The most positions that a token of the step may see."""
+    longest = 0
+    if chunks is not None:
+        longest = chunks.max_end
+    if decodes is not None and decodes.host_lengths is None:
+        return decodes.page_table.shape[1] * page_size
+    if decodes is not None and decodes.host_lengths is not None:
+        longest = max(longest, int(decodes.host_lengths.max()))
+    return longest
+
+
+def _seen(decodes: DecodeRows | None, chunks: Chunks | None, longest: int) -> _SeenPositions:
+    """What the tokens of a step see. In a step to be captured there are as many decoding rows as
+    tokens, since padding is one, and chunks overwrite those that are theirs."""
+    if chunks is None:
+        assert decodes is not None  # a step has tokens
+        return _SeenPositions(decodes.rows, decodes.lengths, decodes.page_table, longest)
+    num_tokens = 0 if decodes is None else len(decodes.rows)
+    if chunks.host_offsets is not None:
+        num_tokens = max(num_tokens, int(chunks.host_offsets[-1]))
+    tokens = torch.arange(num_tokens, dtype=torch.int32, device=chunks.rows.device)
+    last_chunk = len(chunks.rows) - 1
+    chunk = torch.searchsorted(chunks.offsets, tokens, right=True).sub_(1).clamp_(0, last_chunk)
+    rows = chunks.rows[chunk]
+    lengths = chunks.ends[chunk] - chunks.offsets[chunk + 1] + tokens + 1
+    if decodes is not None:
+        begin, end = chunks.offsets[0], chunks.offsets[-1]
+        own = tokens[: len(decodes.rows)]
+        is_own = (own < begin) | (own >= end)
+        rows[: len(own)] = torch.where(is_own, decodes.rows, rows[: len(own)])
+        lengths[: len(own)] = torch.where(is_own, decodes.lengths, lengths[: len(own)])
+    return _SeenPositions(rows, lengths, chunks.page_table, longest)

@@ -4,8 +4,8 @@ Each token of a step, decoding or in a chunk, is attended by itself, as a decodi
 have one position: those that its layer, or one before it, has chosen. A step whose tokens see no
 more positions than are chosen, as far as the host knows, is one of the backend for all positions.
 
-    token            0 .. | num_decodes ..  offsets[0] .. | offsets[-1] .. num_tokens
-    row and length   of its decoding row, or padding      | of its chunk   | padding
+    token             0 ..               | offsets[0] .. | offsets[-1] .. num_tokens
+    row and length    of a decoding row  | of its chunk  | of a decoding row, or padding
 
 Knows which tokens see how many positions of which row. Must not know how scores are made of the
 index keys, or how attention is computed.
@@ -138,23 +138,27 @@ def _longest(decodes: DecodeRows | None, chunks: Chunks | None, page_size: int) 
 
 
 def _seen(decodes: DecodeRows | None, chunks: Chunks | None, longest: int) -> _SeenPositions:
-    """What the tokens of a step see. In a step to be captured there are as many decoding rows as
-    tokens, since padding is one, and chunks overwrite those that are theirs."""
+    """What the tokens of a step see. In a step to be captured, tokens of chunks may have a decoding
+    row, too, and there may be tokens that have neither: these see one position of the dummy row,
+    the last of the page table."""
     if chunks is None:
         assert decodes is not None  # a step has tokens
         return _SeenPositions(decodes.rows, decodes.lengths, decodes.page_table, longest)
-    num_tokens = 0 if decodes is None else len(decodes.rows)
-    if chunks.host_offsets is not None:
-        num_tokens = max(num_tokens, int(chunks.host_offsets[-1]))
-    tokens = torch.arange(num_tokens, dtype=torch.int32, device=chunks.rows.device)
-    last_chunk = len(chunks.rows) - 1
-    chunk = torch.searchsorted(chunks.offsets, tokens, right=True).sub_(1).clamp_(0, last_chunk)
-    rows = chunks.rows[chunk]
-    lengths = chunks.ends[chunk] - chunks.offsets[chunk + 1] + tokens + 1
+    num_decodes = 0 if decodes is None else len(decodes.rows)
+    # in a step to be captured, ``max_length`` is that of the flat batch
+    num_tokens = (
+        max(num_decodes, chunks.max_length)
+        if chunks.host_offsets is None
+        else int(chunks.host_offsets[-1])
+    )
+    table, offsets = chunks.page_table, chunks.offsets
+    rows = table.new_full((num_tokens,), len(table) - 1)
+    lengths = torch.ones_like(rows)
     if decodes is not None:
-        begin, end = chunks.offsets[0], chunks.offsets[-1]
-        own = tokens[: len(decodes.rows)]
-        is_own = (own < begin) | (own >= end)
-        rows[: len(own)] = torch.where(is_own, decodes.rows, rows[: len(own)])
-        lengths[: len(own)] = torch.where(is_own, decodes.lengths, lengths[: len(own)])
-    return _SeenPositions(rows, lengths, chunks.page_table, longest)
+        rows[:num_decodes], lengths[:num_decodes] = decodes.rows, decodes.lengths
+    tokens = torch.arange(num_tokens, dtype=torch.int32, device=table.device)
+    chunk = torch.searchsorted(offsets, tokens, right=True).sub_(1).clamp_(0, len(chunks.rows) - 1)
+    in_chunk = (tokens >= offsets[0]) & (tokens < offsets[-1])
+    rows = torch.where(in_chunk, chunks.rows[chunk], rows)
+    ends = chunks.ends[chunk] - offsets[chunk + 1] + tokens + 1
+    return _SeenPositions(rows, torch.where(in_chunk, ends, lengths), table, longest)

@@ -19,7 +19,7 @@ from tests.conformance.checkpoints import CASES, draw
 
 BESIDE: Final = ("qwen3.5", "qwen3.5-multimodal", "qwen3.5-experts", "qwen3-next")
 """Cases of ``checkpoints`` whose publisher names the layer ``mtp``."""
-BEHIND: Final = ("glm4-moe", "glm4-moe-lite", "deepseek-v3", "hy-v3")
+BEHIND: Final = ("glm4-moe", "glm4-moe-lite", "deepseek-v3", "hy-v3", "deepseek-v32")
 """Cases whose publishers name the layer as one more of the others."""
 _SEED: Final = 50
 _PREDICTABLE: Final = 1e-4

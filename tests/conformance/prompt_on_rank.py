@@ -14,7 +14,6 @@ from minisgl_backend.attention.choose import choose_attention
 from minisgl_backend.execution.states import StateStorage
 from minisgl_backend.execution.storage import KVStorage
 from minisgl_backend.kernels.delta_runs import Run, Runs
-from minisgl_backend.kernels.paged_kv import PagedKV
 from minisgl_backend.models.build import build_model
 from minisgl_backend.models.decoder import Decoder, LayersOutput
 from minisgl_backend.models.spec import ModelSpec
@@ -106,22 +105,14 @@ class PromptOnRank:
     def attend(self, start: int, end: int) -> Attend:
         """Attention of the positions from ``start`` to ``end``."""
         offsets, ends = np.array([0, end - start], np.int32), np.array([end], np.int32)
-        attend_chunks = choose_attention(None, self.setting).prefill.plan_chunks(
-            Chunks(
-                rows=torch.zeros(1, dtype=torch.int32),
-                offsets=torch.from_numpy(offsets),
-                ends=torch.from_numpy(ends),
-                page_table=torch.arange(CONTEXT // PAGE_SIZE, dtype=torch.int32)[None],
-                max_length=end - start,
-                max_end=end,
-                host_offsets=offsets,
-                host_ends=ends,
-            )
+        chunks = Chunks(
+            rows=torch.zeros(1, dtype=torch.int32),
+            offsets=torch.from_numpy(offsets),
+            ends=torch.from_numpy(ends),
+            page_table=torch.arange(CONTEXT // PAGE_SIZE, dtype=torch.int32)[None],
+            max_length=end - start,
+            max_end=end,
+            host_offsets=offsets,
+            host_ends=ends,
         )
-
-        def attend(q: Tensor, pages: PagedKV, layer: int) -> Tensor:
-            out = q.new_empty(*q.shape[:2], pages.values.shape[-1])
-            attend_chunks(out, q, pages, layer)
-            return out
-
-        return attend
+        return choose_attention(None, self.setting).plan(None, chunks)

@@ -128,6 +128,8 @@ def _tensors(output: object) -> list[Tensor]:
         ("kimi-linear", True),
         ("cohere2", True),
         ("llama4", True),
+        ("deepseek-v32", True),
+        ("glm-moe-dsa-shared", False),
     ],
 )
 def test_tokens_equal_those_of_launched_steps(
@@ -224,7 +226,7 @@ def test_guesses_beside_recurrent_states_are_checked_by_graphs(
     assert {"StepOutput", "LayersOutput"} == set(device.replays)
 
 
-@pytest.mark.parametrize("case", ["qwen3.5", "glm4-moe", "deepseek-v3"])
+@pytest.mark.parametrize("case", ["qwen3.5", "glm4-moe", "deepseek-v3", "deepseek-v32"])
 def test_an_mtp_layer_is_part_of_graphs(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -37,10 +37,10 @@ FULL: Final = ("qwen3", "mistral-window", "qwen3.5", "nemotron-h", "lfm2")
 """Cases that run with all ``OPTIONS``."""
 OTHERS: Final = (
     *("gpt-oss", "llama4", "deepseek-v2", "qwen3-moe"),
-    *("kimi-linear", "qwen3-next", "olmo-hybrid", "granite-hybrid"),
+    *("kimi-linear", "qwen3-next", "olmo-hybrid", "granite-hybrid", "deepseek-v32"),
 )
 """Window pages of half the layers, sections, latents and experts; recurrent states beside latents,
-and of each of the remaining kinds."""
+and of each of the remaining kinds; chosen positions."""
 BY_NIGHT: Final = (
     *("apertus", "cohere2", "deepseek-v3", "ernie-moe", "exaone4", "gemma2", "gemma3"),
     *("gemma4-per-layer", "glm4", "granite-moe", "kolibri1", "laguna", "llama", "minimax-m2"),

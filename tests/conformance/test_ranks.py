@@ -88,6 +88,7 @@ from tests.parallel.threads import on_ranks
         "llama4-multimodal",
         "deepseek-v2-lite",
         "deepseek-v3",
+        "glm-moe-dsa-shared",
         "glm4-moe-lite",
         "mistral4-groups",
     ],

@@ -1821,6 +1821,16 @@ def write_model(name: str, folder: Path) -> None:
             n_routed_experts=4,
             num_experts_per_tok=3,
         ),
+        "quantized-indexer": lambda: _with_indexer(
+            "DeepseekV32",
+            **{**sizes, "num_hidden_layers": 2, "kv_lora_rank": 128, "q_lora_rank": 192},
+            n_group=1,
+            topk_group=1,
+            index_head_dim=32,
+            moe_intermediate_size=192,
+            n_routed_experts=4,
+            num_experts_per_tok=3,
+        ),
         "quantized-phi": lambda: _phi3(**sizes),
         "quantized-hybrid": lambda: _qwen3_5(**sizes, **_WIDE_DELTA),
         "quantized-hybrid-moe": lambda: _qwen3_next(

@@ -371,6 +371,17 @@ CASES: Final[Mapping[str, Case]] = MappingProxyType(
             {**_FP8, "modules_to_not_convert": ["lm_head", "model.layers.1.mlp.gate"]},
             model="quantized-latents",
         ),
+        "fp8-blocks-indexer": Case(
+            fp8_blocks,
+            {
+                **_FP8,
+                "modules_to_not_convert": [
+                    *("lm_head", "model.layers.1.mlp.gate"),
+                    *(f"model.layers.{layer}.self_attn.indexer.weights_proj" for layer in range(2)),
+                ],
+            },
+            model="quantized-indexer",
+        ),
         "awq-latents": Case(
             lambda weight: awq(weight, group=64),
             {**_AWQ, "group_size": 64, "modules_to_not_convert": ["gate"]},

@@ -132,11 +132,12 @@ def _layers_that_choose(config: ConfigReader, num_layers: int) -> list[int]:
     each layer; or every ``index_topk_freq``-th."""
     kinds = config.layer_kinds(("full", "shared"), num_layers, "indexer_types")
     pattern = config.values.get("index_topk_pattern")
-    if kinds is None and pattern is not None:
-        letters = "FS" if isinstance(pattern, str) else ("full", "shared")
-        if len(pattern) != num_layers or not set(pattern) <= set(letters):
+    if kinds is None and isinstance(pattern, str):
+        if len(pattern) != num_layers or not set(pattern) <= set("FS"):
             raise config.error("index_topk_pattern", f"F or S for {num_layers} layers", pattern)
-        kinds = ["full" if kind == letters[0] else "shared" for kind in pattern]
+        kinds = ["full" if letter == "F" else "shared" for letter in pattern]
+    if kinds is None:
+        kinds = config.layer_kinds(("full", "shared"), num_layers, "index_topk_pattern")
     if kinds is None:
         every = config.integer("index_topk_freq", 1, minimum=0) or 1
         offset = config.integer("index_skip_topk_offset", 2, minimum=0)

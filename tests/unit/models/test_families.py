@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from minisgl_backend.attention.base import LayerHeads
+from minisgl_backend.attention.base import IndexShape, LayerHeads
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.experts_spec import ExpertsSpec, RoutingRule, SharedExpert
 from minisgl_backend.gates import ClampedGate
 from minisgl_backend.models.catalog import ARCHITECTURES, parse_spec
 from minisgl_backend.models.recurrent_spec import ConvSpec, DeltaSpec, KimiDeltaSpec, MambaSpec
-from minisgl_backend.models.spec import LatentSpec, LayerInputs, MoeSpec, QueryGrowth
+from minisgl_backend.models.spec import IndexerSpec, LatentSpec, LayerInputs, MoeSpec, QueryGrowth
 from minisgl_bench.dummy_model import SHAPES
 from tests.unit.models.config_jsons import (
     AFM_4_5B,
@@ -29,6 +30,7 @@ from tests.unit.models.config_jsons import (
     CWM,
     DEEPSEEK_V2,
     DEEPSEEK_V3,
+    DEEPSEEK_V32,
     DOTS_LLM1,
     ERNIE_4_5_0_3B,
     ERNIE_4_5_21B_A3B,
@@ -47,6 +49,7 @@ from tests.unit.models.config_jsons import (
     GLM_4_5V,
     GLM_4_7_FLASH,
     GLM_4_9B_0414,
+    GLM_5,
     GPT_OSS_20B,
     GRANITE_3_1_3B_A800M,
     GRANITE_3_3_8B,
@@ -744,8 +747,64 @@ def test_router_and_latents_of_deepseek() -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             parse_spec({**DEEPSEEK_V3, **wrong})
-    with pytest.raises(ConfigError, match="DeepseekV32ForCausalLM is not supported"):
-        parse_spec({**DEEPSEEK_V3, "architectures": ["DeepseekV32ForCausalLM"], "auto_map": None})
+
+
+def test_the_indexer_of_deepseek_v32() -> None:
+    spec = parse_spec(DEEPSEEK_V32)
+    assert spec.latent is not None
+    assert spec.latent.indexer == IndexerSpec(
+        num_heads=64, key_dim=128, top_k=2048, layers=frozenset(range(62))
+    )
+    of_layer = 64 * 128 * 1536 + (128 + 64) * 7168
+    assert spec.num_parameters == parse_spec(DEEPSEEK_V3).num_parameters + 61 * of_layer
+    shape = spec.attention_shape(8)
+    assert shape.index == IndexShape(top_k=2048, key_dim=128, layers=tuple(range(61)))
+    assert shape.numbers_per_position(window_pages=False) == 61 * (576 + 128)
+    with_mtp = spec.with_mtp().attention_shape()
+    assert with_mtp.index is not None and with_mtp.index.layers == tuple(range(62))
+    # all positions are chosen, so there is no choice
+    assert shape.for_context(2048).index is None and shape.for_context(2049).index == shape.index
+    for wrong, message in (
+        ({"q_lora_rank": None}, "q_lora_rank must be an integer, since the indexer reads latents"),
+        ({"index_head_dim": 32}, "index_head_dim must be at least 64, which is qk_rope_head_dim"),
+        ({"index_topk": 0}, "index_topk must be an integer >= 1, got 0"),
+        ({"indexer_rope_interleave": True}, "indexer_rope_interleave True is not supported"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            parse_spec({**DEEPSEEK_V32, **wrong})
+
+
+@pytest.mark.parametrize(
+    ("keys", "own"),
+    [
+        ({}, range(78)),
+        ({"indexer_types": ["full", "shared"] * 39}, range(0, 78, 2)),
+        ({"index_topk_pattern": "FSS" * 26}, range(0, 78, 3)),
+        ({"index_topk_pattern": ["full", "shared"] * 39}, range(0, 78, 2)),
+        ({"index_topk_freq": 4}, (0, *range(1, 78, 4))),
+        ({"index_topk_freq": 4, "index_skip_topk_offset": 3}, (0, 1, *range(2, 78, 4))),
+    ],
+)
+def test_layers_of_glm_5_that_choose_positions(keys: dict[str, Any], own: Iterable[int]) -> None:
+    spec = parse_spec({**GLM_5, **keys})
+    assert spec.latent is not None and spec.latent.indexer is not None
+    indexer = spec.latent.indexer
+    assert (indexer.num_heads, indexer.interleaved) == (32, True)
+    assert indexer.layers == {*own, 78}  # 78 is the MTP layer
+    assert spec.moe is not None and spec.moe.layers == frozenset(range(3, 78))
+    assert 735 < spec.num_parameters / 1e9 < 750
+
+
+def test_wrong_layers_of_glm_5() -> None:
+    for wrong, message in (
+        ({"indexer_types": ["shared"] * 78}, "indexer_types must be full for the first layer"),
+        ({"index_topk_pattern": "FX" * 39}, "index_topk_pattern must be F or S for 78 layers"),
+        ({"index_topk_pattern": "FS"}, "index_topk_pattern must be F or S for 78 layers"),
+        ({"index_topk_pattern": 5}, "index_topk_pattern must be 78 of full, shared, got 5"),
+        ({"indexer_rope_interleave": False}, "indexer_rope_interleave False is not supported"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            parse_spec({**GLM_5, **wrong})
 
 
 def kimi_k25(spelled: str) -> dict[str, Any]:
@@ -1809,6 +1868,7 @@ def test_every_architecture_is_tested() -> None:
         *(HYPERCLOVA_X_SEED_THINK_14B, INTERNLM3_8B, IQUEST_CODER_40B, NEMOTRON_NANO_9B_V2),
         *(GRANITE_4_H_TINY, BAMBA_9B, FALCON_H1_0_5B),
         *(DEEPSEEK_V2, DEEPSEEK_V3, GLM_4_7_FLASH, YOUTU_LLM_2B, MISTRAL_SMALL_4),
+        *(DEEPSEEK_V32, GLM_5),
         *(kimi_k25("KimiK25"), kimi_k25("Kimi_K25"), GLM_4_1V_9B, GLM_4_5V),
         {**GLM_4_5V, "architectures": ["Glm46VForConditionalGeneration"]},
         *(LLAVA_1_5_7B, LLAVA_1_6_MISTRAL_7B, QWEN_2_5_OMNI_7B, QWEN_3_OMNI_30B_A3B),

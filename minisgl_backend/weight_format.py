@@ -151,13 +151,13 @@ class WeightFormats:
 
 _STAY_PLAIN: Final = (
     r"gate|router|router\.proj|shared_expert_gate|linear_attn\.in_proj_(?:ba|[ab])"
-    r"|self_attn\.(?:b|[fg]_[ab])_proj|indexer\.(?:wk|weights_proj)"
+    r"|self_attn\.(?:b|[fg]_[ab])_proj|indexer\.weights_proj"
 )
 CONVERT_TO_FP8: Final = WeightFormats(
     "converted while loading",
     (Rule(re.compile(rf"model\.layers\.(?!.*\.(?:{_STAY_PLAIN})$).*"), CONVERTED_FP8),),
 )
 """All projections of the layers except routers, gates of shared experts, rates of Gated DeltaNet,
-rates, decays and gates of Kimi Delta Attention, keys and weights of indexers, and ``kv_b_proj`` of
+rates, decays and gates of Kimi Delta Attention, weights of index queries, and ``kv_b_proj`` of
 multi-head latent attention, which kernels take only as plain numbers. The output head stays as it
 is."""

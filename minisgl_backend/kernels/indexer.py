@@ -119,7 +119,7 @@ def index_scores_reference(
     queries = at_least_float32(q)
     num_pages = -(-width // index_keys.shape[1])
     scores = queries.new_zeros(len(q), width)
-    for row in rows.unique().tolist():
+    for row in sorted(set(rows.tolist())):
         tokens = (rows == row).nonzero()[:, 0]
         keys = index_keys[page_table[row, :num_pages].long()].flatten(0, 1)[:width]
         products = queries[tokens] @ keys.to(queries.dtype).T  # [.., num_heads, width]

@@ -381,6 +381,7 @@ CASES: Final[Mapping[str, Case]] = MappingProxyType(
                 ],
             },
             model="quantized-indexer",
+            plain_in=r"indexer\.weights_proj",
         ),
         "awq-latents": Case(
             lambda weight: awq(weight, group=64),
@@ -801,7 +802,9 @@ CASES: Final[Mapping[str, Case]] = MappingProxyType(
         ),
     }
 )
-_PROJECTION: Final = r"(model|backbone)\.layers\..*_proj(_qkv|_z|_qkvz|_with_mqa)?\.weight"
+_PROJECTION: Final = (
+    r"(model|backbone)\.layers\..*(_proj(_qkv|_z|_qkvz|_with_mqa)?|indexer\.(wq_b|wk))\.weight"
+)
 _IN_TURN: Final = r".*\.experts\.(gate_up|down)_proj"
 
 

@@ -122,6 +122,17 @@ def test_tokens_do_not_depend_on_chunks_pages_or_the_cache(folder: Path) -> None
         assert ask(model, drawn, **options, **fp8)[0].tokens == expected.tokens
 
 
+def test_chosen_positions_do_not_depend_on_chunks_pages_or_the_cache(tmp_path: Path) -> None:
+    """Index keys are rounded, too, so it is others that are chosen, but always the same."""
+    write_checkpoint("deepseek-v32", tmp_path)
+    model = load_model(tmp_path, context=CONTEXT, dtype=torch.float64)
+    fp8 = {"kv_dtype": torch.float8_e4m3fn, "scales": [KVScale(0.25, 7.0)] * 3}
+    expected = ask(model, radix=False, chunk=2048, **fp8)[0]
+    for options in ({"radix": True, "chunk": 7}, {"radix": True, "page_size": 1}):
+        assert ask(model, **options, **fp8)[0].tokens == expected.tokens
+    assert ask(model)[0].tokens != expected.tokens
+
+
 def test_the_scales_of_a_checkpoint_are_those_of_its_pages(tmp_path: Path) -> None:
     """With sensible scales, the demo model knows what it knew; with scales far too small, all keys
     and values become almost nothing."""

@@ -52,13 +52,15 @@ def test_every_id_of_the_model_is_one_of_the_tokenizer(
         "nemotron-nano": 131_072,
         "nemotron-3": 131_072,
         "glm-4.7": 154_880,
+        "glm-5": 154_880,
         "deepseek-v2": 102_400,
+        "deepseek-v3.2": 129_280,
         "olmo-hybrid": 100_352,
         "kimi-linear": 163_840,
     }
     family = "-".join(shape.split("-")[: 1 if shape.startswith("qwen") else 2])
     assert spec.vocab_size == vocab_sizes[family]
-    has_experts = family in ("gpt-oss", "glm-4.7", "deepseek-v2")
+    has_experts = family in ("gpt-oss", "glm-4.7", "glm-5", "deepseek-v2", "deepseek-v3.2")
     assert (spec.moe is not None) == (bool(re.search(r"-a\d+b$", shape)) or has_experts)
     recurrent = (
         "qwen3.6",
@@ -131,7 +133,7 @@ def test_layers_fit_their_models(name: str, tmp_path: Path) -> None:
     found = spec.with_eagle(load_eagle(tmp_path, spec, tmp_path, has_weights=False))
     assert not found.attention_shape().by_layer
     options = ["bench", "dummy-model", name, str(tmp_path), "--weights", "fp8-blocks"]
-    assert "EAGLE-3 layers are plain" in CliRunner().invoke(main, options).output
+    assert "for whole models, not EAGLE-3 layers" in CliRunner().invoke(main, options).output
 
 
 def test_shapes_that_are_refused(tmp_path: Path) -> None:
@@ -151,6 +153,14 @@ def test_shapes_that_are_refused(tmp_path: Path) -> None:
         assert not (tmp_path / "model" / "tokenizer.json").exists()
     path.write_text("[")
     assert make(path, tmp_path / "model").output.startswith("Error: ")
+
+
+def test_the_first_layers_of_a_large_model(tmp_path: Path) -> None:
+    command = ["bench", "dummy-model", "glm-5", str(tmp_path), "--layers", "5"]
+    result = CliRunner().invoke(main, command)
+    assert result.exit_code == 0, result.output
+    spec = load_spec(tmp_path)
+    assert spec.num_layers == 5 and spec.moe is not None and spec.moe.layers == {3, 4}
 
 
 def test_a_folder_that_cannot_be_made() -> None:

@@ -522,6 +522,78 @@ SHAPES: Final[dict[str, dict[str, Any]]] = {
         "v_head_dim": 128,
         "vocab_size": 102400,
     },
+    "deepseek-v3.2": {
+        **_LATENTS,
+        "architectures": ["DeepseekV32ForCausalLM"],
+        "model_type": "deepseek_v32",
+        "first_k_dense_replace": 3,
+        "hidden_size": 7168,
+        "index_head_dim": 128,
+        "index_n_heads": 64,
+        "index_topk": 2048,
+        "intermediate_size": 18432,
+        "max_position_embeddings": 163840,
+        "moe_intermediate_size": 2048,
+        "n_group": 8,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_attention_heads": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 61,
+        "num_key_value_heads": 128,
+        "num_nextn_predict_layers": 1,
+        "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128,
+        "rms_norm_eps": 1e-6,
+        "rope_scaling": {
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "factor": 40,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096,
+            "type": "yarn",
+        },
+        "rope_theta": 10000,
+        "routed_scaling_factor": 2.5,
+        "scoring_func": "sigmoid",
+        "topk_group": 4,
+        "topk_method": "noaux_tc",
+        "v_head_dim": 128,
+        "vocab_size": 129280,
+    },
+    "glm-5": {
+        **_LATENTS,
+        "architectures": ["GlmMoeDsaForCausalLM"],
+        "model_type": "glm_moe_dsa",
+        "first_k_dense_replace": 3,
+        "hidden_size": 6144,
+        "index_head_dim": 128,
+        "index_n_heads": 32,
+        "index_topk": 2048,
+        "indexer_rope_interleave": True,
+        "intermediate_size": 12288,
+        "max_position_embeddings": 202752,
+        "moe_intermediate_size": 2048,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_attention_heads": 64,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 78,
+        "num_key_value_heads": 64,
+        "num_nextn_predict_layers": 1,
+        "q_lora_rank": 2048,
+        "qk_nope_head_dim": 192,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_theta": 1000000, "rope_type": "default"},
+        "routed_scaling_factor": 2.5,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "v_head_dim": 256,
+        "vocab_size": 154880,
+    },
 }
 """config.json of each model."""
 
@@ -620,9 +692,12 @@ _WORD_LENGTHS: Final = (2, 8)
 _COPIED: Final = ("tokenizer_config.json", "generation_config.json")
 
 
-def write_dummy_model(shape: str | Path, folder: Path, weights: str | None = None) -> None:
+def write_dummy_model(
+    shape: str | Path, folder: Path, weights: str | None = None, layers: int | None = None
+) -> None:
     """Write the files of ``shape`` into ``folder``, which is made. It is one of ``SHAPES``, or a
     config.json. ``weights`` is one of ``FORMATS``, or None for those that config.json names.
+    ``layers``: the model has only its first layers.
 
     Raises ``ConfigError`` for a model that cannot be served or has fewer tokens than the tokenizer,
     and ``OSError`` if a file cannot be read or written.
@@ -633,6 +708,8 @@ def write_dummy_model(shape: str | Path, folder: Path, weights: str | None = Non
     config = read_json(shape) if isinstance(shape, Path) else dict(SHAPES[shape])
     if weights is not None:
         config["quantization_config"] = FORMATS[weights]
+    if layers is not None:
+        config["num_hidden_layers"] = layers
     folder.mkdir(parents=True, exist_ok=True)
     _write_json(folder / "config.json", config)
     vocab_size = load_spec(folder).vocab_size
@@ -685,15 +762,20 @@ def _name_or_file(_context: click.Context, argument: click.Parameter, value: str
     type=click.Choice(sorted(FORMATS)),
     help="quantized so  [default: as config.json says]",
 )
-def dummy_model(shape: str | Path, folder: Path, weights: str | None) -> None:
+@click.option(
+    "--layers",
+    type=click.IntRange(min=1),
+    help="only the first layers of a model that is too large  [default: all]",
+)
+def dummy_model(shape: str | Path, folder: Path, weights: str | None, layers: int | None) -> None:
     is_layer = isinstance(shape, str) and shape in LAYERS
-    if is_layer and weights is not None:
-        raise click.UsageError("--weights is for whole models: those of EAGLE-3 layers are plain")
+    if is_layer and (weights, layers) != (None, None):
+        raise click.UsageError("--weights and --layers are for whole models, not EAGLE-3 layers")
     try:
         if isinstance(shape, str) and is_layer:
             write_dummy_layer(shape, folder)
         else:
-            write_dummy_model(shape, folder, weights)
+            write_dummy_model(shape, folder, weights, layers)
     except ConfigError as error:
         raise click.ClickException(str(error)) from None
     except OSError as error:

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,6 +31,7 @@ from minisgl_backend.attention.base import (
 )
 from minisgl_backend.kernels.indexer import choose_slots, index_scores
 from minisgl_backend.kernels.paged_kv import PagedKV
+from minisgl_backend.request import IntArray
 
 _SCORE_BYTES: Final = 128 * 2**20
 """The most bytes of scores at a time."""
@@ -115,12 +117,12 @@ class SparseAttention(PagedAttention):
         seen = _seen(decodes, chunks, longest)
         device = seen.rows.device
         slots = torch.zeros((len(seen.rows), self.top_k), dtype=torch.int32, device=device)
-        counts = seen.lengths.clamp(max=self.top_k)
+        host_lengths = _host_lengths(decodes, chunks)
         of_slots = DecodeRows(
             rows=torch.arange(len(slots), dtype=torch.int32, device=device),
-            lengths=counts,
+            lengths=seen.lengths.clamp(max=self.top_k),
             page_table=slots,
-            host_lengths=counts.numpy() if device.type == "cpu" else None,
+            host_lengths=None if host_lengths is None else host_lengths.clip(max=self.top_k),
         )
         return AttendChosen(seen, self.page_size, self.chosen, slots, of_slots)
 
@@ -135,6 +137,19 @@ def _longest(decodes: DecodeRows | None, chunks: Chunks | None, page_size: int) 
     if decodes is not None and decodes.host_lengths is not None:
         longest = max(longest, int(decodes.host_lengths.max()))
     return longest
+
+
+def _host_lengths(decodes: DecodeRows | None, chunks: Chunks | None) -> IntArray | None:
+    """How many positions the tokens see, on the host; None in a step to be captured."""
+    lengths = [] if decodes is None else [decodes.host_lengths]
+    if chunks is not None:
+        offsets, ends = chunks.host_offsets, chunks.host_ends
+        if offsets is None or ends is None:
+            return None
+        tokens = np.arange(offsets[0], offsets[-1], dtype=np.int32)
+        lengths.append(np.repeat(ends - offsets[1:], np.diff(offsets)) + tokens + 1)
+    known = [part for part in lengths if part is not None]
+    return np.concatenate(known) if len(known) == len(lengths) else None
 
 
 def _seen(decodes: DecodeRows | None, chunks: Chunks | None, longest: int) -> _SeenPositions:

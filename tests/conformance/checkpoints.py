@@ -1726,6 +1726,25 @@ def write_broad_latents_checkpoint(folder: Path, **changes: Any) -> Any:
     return _saved(model, folder)
 
 
+def write_broad_indexer_checkpoint(folder: Path) -> Any:
+    """A dense DeepSeek-V3.2 with the published sizes of latents and index keys, whose tokens choose
+    48 positions."""
+    latents = {"kv_lora_rank": 512, "q_lora_rank": 192, "qk_nope_head_dim": 128, "v_head_dim": 128}
+    indexer = {"index_n_heads": 32, "index_head_dim": 128, "index_topk": 48}
+    model: Any = _with_indexer(
+        "DeepseekV32",
+        **latents,
+        **indexer,
+        qk_rope_head_dim=64,
+        hidden_size=512,
+        mlp_layer_types=["dense"] * 3,
+        n_group=1,
+        topk_group=1,
+    )
+    draw(model, seed=97, spread=0.06)
+    return _saved(model, folder)
+
+
 def _surer(model: Any) -> Any:
     """The model with routers that are sure: 16 bits then change only choices of little weight."""
     for layer in model.model.layers:

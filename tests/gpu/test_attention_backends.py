@@ -25,6 +25,7 @@ from tests.conformance.checkpoints import (
     CONTEXT,
     VOCAB_SIZE,
     write_broad_checkpoint,
+    write_broad_indexer_checkpoint,
     write_broad_latents_checkpoint,
 )
 from tests.conformance.engines import prompts_with_shared_prefixes
@@ -249,6 +250,26 @@ def test_latents_of_the_sizes_that_flash_attention_takes(
     options["max_prefill_tokens"] = 512
     sinks = serve(tmp_path, prompts, max_sequence_length=CONTEXT, **options)
     assert max(shortfalls(reference, prompts, tokens_of(sinks))) < 0.15
+
+
+@pytest.mark.skipif(is_interpreted(), reason="needs a CUDA device")
+@pytest.mark.parametrize("graphs", [None, 0], ids=["captured", "launched"])
+@pytest.mark.parametrize("name", [None, "triton", "sdpa"])
+def test_engines_choose_positions(name: str | None, graphs: int | None, tmp_path: Path) -> None:
+    """Exactly in float32; rounding to bfloat16 may choose other positions, of nearly the same
+    score."""
+    reference = write_broad_indexer_checkpoint(tmp_path).float()
+    prompts = prompts_with_shared_prefixes(vocab_size=VOCAB_SIZE, longest=110, seed=7)
+    options: dict[str, Any] = {"attention_backend": name, "max_sequence_length": CONTEXT}
+    if graphs is not None:
+        options |= {"cuda_graph_max_batch_size": 0, "cuda_graph_max_tokens": 0}
+    if name != "triton":
+        sinks = serve(tmp_path, prompts, dtype="float32", **options)
+        below = np.array(shortfalls(reference, prompts, tokens_of(sinks)))
+        assert np.mean(below > 0) < 0.02 and below.max() < 0.05
+    sinks = serve(tmp_path, prompts, **options)
+    below = np.array(shortfalls(reference.bfloat16().float(), prompts, tokens_of(sinks)))
+    assert np.mean(below > 0) < 0.3 and below.max() < 1.0
 
 
 @pytest.mark.skipif(is_interpreted(), reason="needs a CUDA device")

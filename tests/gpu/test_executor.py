@@ -114,6 +114,8 @@ OTHERS = [
     "deepseek-v2-lite",
     "deepseek-v3",
     "deepseek-v3-queries",
+    "deepseek-v32",
+    "glm-moe-dsa-shared",
     "glm4-moe-lite",
     "mistral4",
     "youtu",

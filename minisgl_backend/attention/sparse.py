@@ -95,9 +95,10 @@ class AttendChosen:
 
     def __call__(self, q: Tensor, kv: PagedKV, layer: int) -> Tensor:
         assert self.attend is not None  # the first layer chooses
-        keys, values = (part.flatten(0, 1)[:, None] for part in (kv.keys, kv.values))
-        out = q.new_empty(*q.shape[:-1], values.shape[-1])
-        self.attend(out, q, replace(kv, keys=keys, values=values), layer)
+        latent_dim = kv.values.shape[-1]
+        keys = kv.keys.view(-1, 1, *kv.keys.shape[2:])
+        out = q.new_empty(*q.shape[:-1], latent_dim)
+        self.attend(out, q, replace(kv, keys=keys, values=keys[..., :latent_dim]), layer)
         return out
 
 

@@ -144,7 +144,7 @@ def choose_slots(
     if not use_triton(scores):
         choose_slots_reference(out, scores, page_table, rows, lengths, page_size=page_size)
         return
-    from minisgl_backend.kernels.triton_kernels.indexer_kernels import launch_choose_slots
+    from minisgl_backend.kernels.triton_kernels.position_choice import launch_choose_slots
 
     launch_choose_slots(out, scores, page_table, rows, lengths, page_size=page_size)
 

@@ -1,7 +1,8 @@
 """The cases of `minisgl bench kernels`: calls over a model's shapes, some with their twins.
 
 This module has the GEMMs, the kernels between them and sampling; ``kernel_attention`` has attention
-and a whole layer, ``kernel_experts`` experts. Must not know how calls are timed.
+and a whole layer, ``kernel_experts`` experts, ``kernel_indexer`` indexers. Must not know how calls
+are timed.
 """
 
 from __future__ import annotations

@@ -34,12 +34,14 @@ from minisgl_bench.kernel_cases import (
     sampling_cases,
 )
 from minisgl_bench.kernel_experts import EXPERT_MODELS, expert_cases
+from minisgl_bench.kernel_indexer import INDEXERS, indexer_cases
 from minisgl_kit.report import Report, json_option
 
-_ALL_MODELS: Final = [*MODELS, *ATTENTION_MODELS, *EXPERT_MODELS]
+_ALL_MODELS: Final = [*MODELS, *ATTENTION_MODELS, *EXPERT_MODELS, *INDEXERS]
 _WARM_UPS: Final = 2
 _REPEATS: Final = 15
-_SIZES_HELP: Final = "[default: 1 8 64 256, of experts also 1024 4096]"
+_SIZES_HELP: Final = "[default: 1 8 64 256, of experts also 1024 4096, of indexers 1 64 2048]"
+_CONTEXT_HELP: Final = "positions a row attends to  [default: 1024, of indexers 4096 and 32768]"
 
 
 def time_us(calls: Sequence[Call]) -> float:
@@ -83,7 +85,10 @@ def copy_bandwidth() -> float:
 
 
 def cases(model: str, batch_size: int, context: int) -> Iterator[Case]:
-    """All lines of one model and batch size; of some models only experts or attention."""
+    """All lines of one model and batch size; of some models only experts, attention or indexers."""
+    if model in INDEXERS:
+        yield from indexer_cases(INDEXERS[model], batch_size, context)
+        return
     if model in EXPERT_MODELS:
         yield from expert_cases(model, batch_size)
         return
@@ -105,19 +110,13 @@ def cases(model: str, batch_size: int, context: int) -> Iterator[Case]:
 @click.command()
 @click.option("--model", "models", multiple=True, type=click.Choice(_ALL_MODELS))
 @click.option("--batch-size", "batch_sizes", multiple=True, type=POSITIVE_INT, help=_SIZES_HELP)
-@click.option(
-    "--context",
-    type=POSITIVE_INT,
-    default=1024,
-    show_default=True,
-    help="positions a row attends to",
-)
+@click.option("--context", type=POSITIVE_INT, help=_CONTEXT_HELP)
 @click.option("--only", help="kernels whose names contain this")
 @json_option
 def kernels(
     models: tuple[str, ...],
     batch_sizes: tuple[int, ...],
-    context: int,
+    context: int | None,
     only: str | None,
     json_path: Path | None,
 ) -> None:
@@ -133,16 +132,24 @@ def kernels(
     }
     report = Report("kernels, microseconds a call", info=info)
     for model in models or _ALL_MODELS:
-        more = (1024, 4096) if model in EXPERT_MODELS else ()
-        for batch_size in batch_sizes or (1, 8, 64, 256, *more):
-            for case in cases(model, batch_size, context):
-                if only is None or only in case.kernel:
-                    click.echo(f"{model}, batch {batch_size}: {case.kernel}", err=True)
-                    report.add(model=model, batch=batch_size, **_measure(case, bandwidth))
-            torch.cuda.empty_cache()
+        sizes, contexts = _defaults(model)
+        for batch_size in batch_sizes or sizes:
+            for of_row in contexts if context is None else (context,):
+                for case in cases(model, batch_size, of_row):
+                    if only is None or only in case.kernel:
+                        click.echo(f"{model}, batch {batch_size}: {case.kernel}", err=True)
+                        report.add(model=model, batch=batch_size, **_measure(case, bandwidth))
+                torch.cuda.empty_cache()
     if not report.rows:
         raise ConfigError("there is no such kernel of these models on this GPU")
     report.emit(json_path)
+
+
+def _defaults(model: str) -> tuple[Sequence[int], Sequence[int]]:
+    """The batch sizes and the contexts of a model's lines."""
+    if model in INDEXERS:
+        return (1, 64, 2048), (4096, 32768)
+    return (1, 8, 64, 256, *((1024, 4096) if model in EXPERT_MODELS else ())), (1024,)
 
 
 def _measure(case: Case, bandwidth: float) -> dict[str, Any]:

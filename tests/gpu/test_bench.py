@@ -10,6 +10,8 @@ import torch
 from minisgl_backend.kernels.dispatch import is_interpreted
 from tests.figures import figures_of
 
+_OF_INDEXER = ("rope_store_index", "index_scores")
+
 pytestmark = pytest.mark.skipif(is_interpreted(), reason="needs a CUDA device")
 
 
@@ -26,6 +28,20 @@ def test_kernels_are_timed_beside_their_twins(tmp_path: Path) -> None:
     for row in rows:
         assert row["us"] > 0
         assert (row["twin"] is None) == (row["kernel"] == "qk-norm + rope + store")
+
+
+@pytest.mark.parametrize("num_tokens", ["2", "300"])
+def test_an_indexer_is_timed(num_tokens: str, tmp_path: Path) -> None:
+    """A few tokens that decode, and many of one prompt."""
+    command = ["kernels", "--model", "deepseek-v3.2", "--batch-size", num_tokens]
+    rows = figures_of([*command, "--context", "3000"], tmp_path)["rows"]
+    names = [f"{kernel}, {pages}" for pages in ("bf16", "fp8") for kernel in _OF_INDEXER]
+    assert [row["kernel"] for row in rows] == [
+        f"{name}, context 3000" for name in (*names, "choose_slots")
+    ]
+    assert all(row["us"] > 0 for row in rows)
+    assert rows[-1]["twin"] > 0
+    assert rows[-1]["library"] > 0
 
 
 def test_experts_are_timed_in_all_formats(tmp_path: Path) -> None:

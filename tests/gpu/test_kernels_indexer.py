@@ -327,7 +327,7 @@ def test_a_captured_choice_follows_lengths(device: torch.device, num_tokens: int
         scores = step()
     for length in (1, 2048, 2049, 64, 9000, 5000):
         seen.lengths.copy_(torch.randint(length // 2 + 1, length + 1, (num_tokens,)))
-        seen.rows.copy_(torch.randint(3, (num_tokens,)))
+        seen.rows.copy_(torch.randint(len(seen.page_table), (num_tokens,)))
         graph.replay()
         expected = indexer.index_scores_reference(
             q, weights, seen.index_keys, *seen.tables, width=width

@@ -25,7 +25,7 @@ from tests.gpu.test_guesses import WAYS, served
 pytestmark = pytest.mark.skipif(is_interpreted(), reason="needs a CUDA device")
 
 SAMPLING: Final = [GREEDY] * 5 + [SAMPLED]
-CASES: Final = ("qwen3.5", "qwen3.5-experts", "glm4-moe", "deepseek-v3")
+CASES: Final = ("qwen3.5", "qwen3.5-experts", "glm4-moe", "deepseek-v3", "deepseek-v32")
 EAGLE: Final = {
     "qwen3": "default",
     "llama": "named",

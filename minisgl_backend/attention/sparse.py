@@ -40,12 +40,13 @@ _SCORE_BYTES: Final = 128 * 2**20
 @dataclass(frozen=True, slots=True, eq=False)
 class _SeenPositions:
     """How many positions tokens see, ``lengths`` int32 [num_tokens], of which ``rows`` int32
-    [num_tokens] of ``page_table``; ``longest`` bounds the lengths."""
+    [num_tokens] of ``page_table``; ``longest`` bounds the lengths. ``pdl``: see ``DecodeRows``."""
 
     rows: Tensor
     lengths: Tensor
     page_table: Tensor
     longest: int
+    pdl: bool = False
 
     def pieces(self) -> Iterator[slice]:
         """All tokens, in pieces whose scores take a bounded number of bytes."""
@@ -70,7 +71,7 @@ class AttendChosen:
 
     def choose(self, q: Tensor, weights: Tensor, index_keys: Tensor) -> None:
         """Choose the positions for this layer and those behind it. ``q`` [num_tokens, num_heads,
-        key_dim] and ``weights`` float32 [num_tokens, num_heads] as for ``index_scores``."""
+        key_dim] and ``weights`` [num_tokens, num_heads] as for ``index_scores``."""
         seen = self.seen
         for part in seen.pieces():
             rows, lengths = seen.rows[part], seen.lengths[part]
@@ -82,6 +83,8 @@ class AttendChosen:
                 rows,
                 lengths,
                 width=seen.longest,
+                top_k=self.slots.shape[1],
+                pdl=seen.pdl,
             )
             choose_slots(
                 self.slots[part],
@@ -90,6 +93,7 @@ class AttendChosen:
                 rows,
                 lengths,
                 page_size=self.page_size,
+                pdl=seen.pdl,
             )
         self.attend = self.decode.plan_rows(self.of_slots)
 
@@ -124,6 +128,7 @@ class SparseAttention(PagedAttention):
             lengths=seen.lengths.clamp(max=self.top_k),
             page_table=slots,
             host_lengths=None if host_lengths is None else host_lengths.clip(max=self.top_k),
+            pdl=seen.pdl,
         )
         return AttendChosen(seen, self.page_size, self.chosen, slots, of_slots)
 
@@ -159,7 +164,9 @@ def _seen(decodes: DecodeRows | None, chunks: Chunks | None, longest: int) -> _S
     the last of the page table."""
     if chunks is None:
         assert decodes is not None  # a step has tokens
-        return _SeenPositions(decodes.rows, decodes.lengths, decodes.page_table, longest)
+        return _SeenPositions(
+            decodes.rows, decodes.lengths, decodes.page_table, longest, decodes.pdl
+        )
     num_decodes = 0 if decodes is None else len(decodes.rows)
     # in a step to be captured, ``max_length`` is that of the flat batch
     num_tokens = (

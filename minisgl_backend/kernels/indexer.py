@@ -85,12 +85,14 @@ def index_scores(
     lengths: Tensor,
     *,
     width: int,
+    top_k: int,
+    pdl: bool = False,
 ) -> Tensor:
     """The scores of each token's positions, float32 [num_tokens, ``width``]; undefined from the
-    token's length on.
+    token's length on, and for tokens that see at most ``top_k`` positions, which are all chosen.
 
-    ``q`` [num_tokens, num_heads, key_dim] and ``weights`` float32 [num_tokens, num_heads] are
-    contiguous; ``index_keys`` as above; ``page_table`` int32 [num_rows, max_pages]; ``rows`` int32
+    ``q`` [num_tokens, num_heads, key_dim] and ``weights`` [num_tokens, num_heads] are contiguous;
+    ``index_keys`` as above; ``page_table`` int32 [num_rows, max_pages]; ``rows`` int32
     [num_tokens]: each token's row of it; ``lengths`` int32 [num_tokens], at least 1 and at most
     ``width``: how many positions it sees, its own included.
     """
@@ -101,7 +103,9 @@ def index_scores(
     from minisgl_backend.kernels.triton_kernels.indexer_kernels import launch_index_scores
 
     out = torch.empty((len(q), width), dtype=torch.float32, device=q.device)
-    launch_index_scores(out, q, weights, index_keys, page_table, rows, lengths)
+    launch_index_scores(
+        out, q, weights, index_keys, page_table, rows, lengths, top_k=top_k, pdl=pdl
+    )
     return out
 
 
@@ -135,6 +139,7 @@ def choose_slots(
     lengths: Tensor,
     *,
     page_size: int,
+    pdl: bool = False,
 ) -> None:
     """Fill ``out`` int32 [num_tokens, top_k] with the slots of the positions with the highest
     scores, in the order of positions. If a token sees fewer, what is behind them is left alone.
@@ -146,7 +151,7 @@ def choose_slots(
         return
     from minisgl_backend.kernels.triton_kernels.position_choice import launch_choose_slots
 
-    launch_choose_slots(out, scores, page_table, rows, lengths, page_size=page_size)
+    launch_choose_slots(out, scores, page_table, rows, lengths, page_size=page_size, pdl=pdl)
 
 
 def choose_slots_reference(

@@ -47,7 +47,6 @@ class Indexer(nn.Module):
         )
         self.k_norm = empty_parameter(spec.key_dim)
         self.k_norm_bias = empty_parameter(spec.key_dim)
-        self._weight_scale = (spec.num_heads * spec.key_dim) ** -0.5
 
     def places(self) -> Iterator[tuple[str, Place]]:
         for name, child in self.named_children():
@@ -74,5 +73,5 @@ class Indexer(nn.Module):
             pdl=pdl,
         )
         if isinstance(step.attend, AttendChosen):
-            weights = self.weights_proj(x, pdl=pdl).float() * self._weight_scale
-            step.attend.choose(q, weights, index_keys)
+            # a factor that all scores have would change no choice, so it is left out
+            step.attend.choose(q, self.weights_proj(x, pdl=pdl), index_keys)

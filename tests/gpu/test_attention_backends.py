@@ -269,7 +269,7 @@ def test_engines_choose_positions(name: str | None, graphs: int | None, tmp_path
         assert np.mean(below > 0) < 0.02 and below.max() < 0.05
     sinks = serve(tmp_path, prompts, **options)
     below = np.array(shortfalls(reference.bfloat16().float(), prompts, tokens_of(sinks)))
-    assert np.mean(below > 0) < 0.3 and below.max() < 1.0
+    assert np.mean(below > 0) < 0.3 and below.mean() < 0.1
 
 
 @pytest.mark.skipif(is_interpreted(), reason="needs a CUDA device")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -86,7 +87,11 @@ def queries_of(
 ) -> tuple[Tensor, Tensor]:
     """Index queries, and their weights, of which some are negative."""
     q = torch.randn(num_tokens, num_heads, key_dim, device=device).to(dtype)
-    return q, torch.randn(num_tokens, num_heads, device=device) / num_heads
+    return q, (torch.randn(num_tokens, num_heads, device=device) / num_heads).to(dtype)
+
+
+all_scores = partial(indexer.index_scores, top_k=0)
+"""Also of tokens that see few positions."""
 
 
 def assert_scores(actual: Tensor, expected: Tensor, seen: Seen) -> None:
@@ -169,7 +174,7 @@ def test_scores(
     q, weights = queries_of(num_tokens, num_heads, key_dim, dtype, device)
     scores, expected = (
         compute(q, weights, seen.index_keys, *seen.tables, width=seen.width)
-        for compute in (indexer.index_scores, indexer.index_scores_reference)
+        for compute in (all_scores, indexer.index_scores_reference)
     )
     assert_scores(scores, expected, seen)
 
@@ -179,7 +184,7 @@ def test_scores_of_full_precision(device: torch.device) -> None:
     q, weights = queries_of(2, 64, 128, torch.float32, device)
     scores, expected = (
         compute(q, weights, seen.index_keys, *seen.tables, width=seen.width)
-        for compute in (indexer.index_scores, indexer.index_scores_reference)
+        for compute in (all_scores, indexer.index_scores_reference)
     )
     assert_scores(scores, expected, seen)
 
@@ -204,9 +209,30 @@ def test_many_tokens_share_keys(
     q, weights = queries_of(len(rows), num_heads, key_dim, torch.bfloat16, device)
     scores, expected = (
         compute(q, weights, seen.index_keys, *seen.tables, width=seen.width)
-        for compute in (indexer.index_scores, indexer.index_scores_reference)
+        for compute in (all_scores, indexer.index_scores_reference)
     )
     assert_scores(scores, expected, seen)
+
+
+@pytest.mark.parametrize("pdl", [False, pytest.param(True, marks=ON_GPU)])
+def test_tokens_that_see_few_positions_need_no_scores(device: torch.device, pdl: bool) -> None:
+    """They choose all."""
+    lengths, top_k = [3, 12, 40, 13, 7], 12
+    seen = Seen.of(
+        [0, 1, 1, 2, 2], lengths, key_dim=128, page_size=4, dtype=torch.float32, device=device
+    )
+    q, weights = queries_of(5, 64, 128, torch.float32, device)
+    width = seen.width
+    scores = indexer.index_scores(
+        q, weights, seen.index_keys, *seen.tables, width=width, top_k=top_k, pdl=pdl
+    )
+    scores[seen.lengths <= top_k] = torch.nan
+    found, expected = (torch.full((5, top_k), -1, device=device).int() for _ in range(2))
+    indexer.choose_slots(found, scores, *seen.tables, page_size=4, pdl=pdl)
+    exact = indexer.index_scores_reference(q, weights, seen.index_keys, *seen.tables, width=width)
+    indexer.choose_slots_reference(expected, exact, *seen.tables, page_size=4)
+    assert torch.equal(found, expected)
+    assert (found >= 0).sum(dim=1).tolist() == [3, 12, 12, 12, 7]
 
 
 def chosen(scores: Tensor, seen: Seen, top_k: int, page_size: int) -> tuple[Tensor, Tensor]:
@@ -313,7 +339,7 @@ def test_a_captured_choice_follows_lengths(device: torch.device, num_tokens: int
     out = torch.zeros(num_tokens, top_k, dtype=torch.int32, device=device)
 
     def step() -> Tensor:
-        scores = indexer.index_scores(q, weights, seen.index_keys, *seen.tables, width=width)
+        scores = all_scores(q, weights, seen.index_keys, *seen.tables, width=width)
         indexer.choose_slots(out, scores, *seen.tables, page_size=page_size)
         return scores
 

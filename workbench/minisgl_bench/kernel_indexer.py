@@ -120,7 +120,7 @@ def _scores(shape: IndexerShape, seen: _Seen, name: str, dtype: torch.dtype) -> 
     return Case(
         f"index_scores, {name}, context {seen.context}",
         num_bytes,
-        each(index_scores, inputs, width=seen.context),
+        each(index_scores, inputs, width=seen.context, top_k=min(shape.top_k, seen.context - 1)),
     )
 
 

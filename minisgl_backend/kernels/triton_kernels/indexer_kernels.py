@@ -154,8 +154,10 @@ def _index_scores(
     DIMS: tl.constexpr,
     TOKENS: tl.constexpr,  # of a program
     BLOCK: tl.constexpr,  # positions of an iteration
+    LEAST: tl.constexpr,  # tokens that see no more are left out
     FP8: tl.constexpr,
     STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     # Positions are the rows of a tile and heads its columns, so that a thread has most of the
     # summands of a score. Tokens of one row of the page table, as those of a chunk, share its keys.
@@ -163,8 +165,12 @@ def _index_scores(
     step = tl.num_programs(0) * BLOCK
     first = tl.program_id(1) * TOKENS
     t = tl.arange(0, TOKENS)
+    if PDL:
+        allow_next()
+        wait_previous()
     row = tl.load(rows_ptr + first + t, mask=first + t < num_tokens, other=-1)
     length = tl.load(lengths_ptr + first + t, mask=first + t < num_tokens, other=0)
+    length = tl.where(length > LEAST, length, 0)
     if begin >= tl.max(length, axis=0):
         return
 
@@ -173,7 +179,8 @@ def _index_scores(
     head = c % HEADS
     is_there = (head < NUM_HEADS) & (token < num_tokens)
     of_head = token * NUM_HEADS + head
-    weight = tl.load(weights_ptr + of_head, mask=is_there, other=0.0)  # [TOKENS * HEADS]
+    # [TOKENS * HEADS]
+    weight = tl.load(weights_ptr + of_head, mask=is_there, other=0.0).to(tl.float32)
     q = tl.load(  # [TOKENS * HEADS, DIMS]
         q_ptr + of_head[:, None] * DIM + tl.arange(0, DIMS)[None, :],
         mask=of_heads(is_there, DIMS, DIM),
@@ -259,13 +266,16 @@ def launch_index_scores(
     page_table: Tensor,
     rows: Tensor,
     lengths: Tensor,
+    *,
+    top_k: int,
+    pdl: bool,
 ) -> None:
     """See ``minisgl_backend.kernels.indexer.index_scores``; ``out`` [num_tokens, width]."""
     num_tokens, num_heads, key_dim = q.shape
     if num_tokens == 0:
         return
     assert q.is_contiguous() and weights.is_contiguous() and out.stride(1) == 1
-    assert weights.dtype == torch.float32 and key_dim == index_keys.shape[2]
+    assert key_dim == index_keys.shape[2]
     is_fp8 = index_keys.dtype == torch.float8_e4m3fn
     processors = num_processors(q.device)
     heads = max(16, triton.next_power_of_2(num_heads))
@@ -298,7 +308,10 @@ def launch_index_scores(
         DIMS=dims_of(key_dim),
         TOKENS=tokens,
         BLOCK=block,
+        LEAST=top_k,
         FP8=is_fp8,
         STAGES=5 if has_room and not shares else 3,  # two more are two more blocks in flight
+        PDL=pdl,
         num_warps=4 if q.itemsize <= 2 else 8,
+        **launch_options(pdl),
     )

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minisgl_backend.kernels.dispatch import num_processors
+from minisgl_backend.kernels.triton_kernels.pdl import allow_next, launch_options, wait_previous
 
 _DIGITS = tl.constexpr(4)
 _BITS = tl.constexpr(8)  # of a digit
@@ -122,7 +123,11 @@ def _choose_alone(
     TOP_K: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        allow_next()
+        wait_previous()
     token = tl.program_id(0).to(tl.int64)
     length = tl.load(lengths_ptr + token)
     row = tl.load(rows_ptr + token).to(tl.int64)
@@ -164,7 +169,11 @@ def _count_digit(
     TOP_K: tl.constexpr,
     DIGIT: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        allow_next()
+        wait_previous()
     split = tl.program_id(0)
     splits = tl.num_programs(0)
     token = tl.program_id(1).to(tl.int64)
@@ -214,7 +223,11 @@ def _write_share(
     TOP_K: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        allow_next()
+        wait_previous()
     split = tl.program_id(0)
     splits = tl.num_programs(0)
     token = tl.program_id(1).to(tl.int64)
@@ -253,6 +266,7 @@ def launch_choose_slots(
     lengths: Tensor,
     *,
     page_size: int,
+    pdl: bool,
 ) -> None:
     """See ``minisgl_backend.kernels.indexer.choose_slots``."""
     num_tokens, width = scores.shape
@@ -273,7 +287,9 @@ def launch_choose_slots(
             TOP_K=top_k,
             PAGE_SIZE=page_size,
             BLOCK=_BLOCK,
+            PDL=pdl,
             num_warps=_NUM_WARPS,
+            **launch_options(pdl),
         )
         return
     grid = splits, num_tokens
@@ -293,7 +309,9 @@ def launch_choose_slots(
             TOP_K=top_k,
             DIGIT=digit,
             BLOCK=_BLOCK,
+            PDL=pdl,
             num_warps=_NUM_WARPS,
+            **launch_options(pdl),
         )
     _write_share[grid](
         out,
@@ -309,7 +327,9 @@ def launch_choose_slots(
         TOP_K=top_k,
         PAGE_SIZE=page_size,
         BLOCK=_BLOCK,
+        PDL=pdl,
         num_warps=_NUM_WARPS,
+        **launch_options(pdl),
     )
 
 

@@ -41,6 +41,7 @@ from minisgl_backend.models.families.deepseek_experts import (
 from minisgl_backend.models.families.ernie import read_ernie4_5, read_ernie4_5_moe
 from minisgl_backend.models.families.exaone import read_exaone4, read_exaone4_5, read_exaone_moe
 from minisgl_backend.models.families.falcon import read_falcon_h1
+from minisgl_backend.models.families.flint import read_flint
 from minisgl_backend.models.families.gemma import (
     read_gemma,
     read_gemma2,
@@ -300,6 +301,7 @@ ARCHITECTURES: Final[Mapping[str, Callable[[ConfigReader], ModelSpec]]] = Mappin
         "OlmoeForCausalLM": read_olmoe,
         "OlmoHybridForCausalLM": read_olmo_hybrid,
         "LagunaForCausalLM": read_laguna,
+        "FlintForCausalLM": read_flint,
         "Kolibri1ForCausalLM": read_kolibri1,
         "FlexOlmoForCausalLM": read_flex_olmo,
         "Exaone4ForCausalLM": read_exaone4,

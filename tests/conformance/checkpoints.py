@@ -1113,6 +1113,15 @@ def _omni(name: str, spelled: str = "ForConditionalGeneration", **text: Any) -> 
     return model(model.config_class(thinker_config=thinker, enable_audio_output=False))
 
 
+def _flint(**changes: Any) -> PreTrainedModel:
+    values: dict[str, Any] = {**_SHAPE, "head_dim": 32, "num_hidden_layers": 4}
+    values |= {"sliding_window": 20, "mlp_only_layers": [0]}
+    values |= {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
+    values["shared_expert_intermediate_size"] = 80
+    config = _newer("FlintConfig")(**{**values, **changes})
+    return cast(PreTrainedModel, _newer("FlintForCausalLM")(config))
+
+
 CASES: Final[Mapping[str, Callable[[], PreTrainedModel]]] = MappingProxyType(
     {
         "llama": _llama,
@@ -1639,6 +1648,17 @@ CASES: Final[Mapping[str, Callable[[], PreTrainedModel]]] = MappingProxyType(
         "glm-moe-dsa": lambda: _with_indexer("GlmMoeDsa", tie_word_embeddings=True),
         "glm-moe-dsa-shared": lambda: _with_indexer(
             "GlmMoeDsa", num_hidden_layers=4, indexer_types=["full", "shared", "full", "shared"]
+        ),
+        "flint": _flint,
+        "flint-listed": lambda: _flint(
+            layer_types=["sliding_attention", "full_attention"] * 2,
+            attention_bias=True,
+            norm_topk_prob=False,
+            mlp_only_layers=[],
+            decoder_sparse_step=2,
+            num_key_value_heads=4,
+            rope_parameters=dict(_YARN),
+            tie_word_embeddings=True,
         ),
     }
 )

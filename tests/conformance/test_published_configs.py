@@ -2163,6 +2163,26 @@ CONFIGS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
                 "vision_start_token_id": VOCAB_SIZE,
             },
         },
+        "flint": {
+            "architectures": ["FlintForCausalLM"],
+            "model_type": "flint",
+            "attention_bias": False,
+            "decoder_sparse_step": 1,
+            "head_dim": 32,
+            "hidden_act": "silu",
+            "max_position_embeddings": CONTEXT,
+            "mlp_only_layers": [0, 1],
+            "norm_topk_prob": True,
+            "num_experts": 8,
+            "rms_norm_eps": 1e-06,
+            "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+            "shared_expert_intermediate_size": 48,
+            "sliding_window": 20,
+            "tie_word_embeddings": False,
+            **_EXPERTS,
+            **_SIZES,
+            "num_hidden_layers": 5,
+        },
     }
 )
 

@@ -72,6 +72,7 @@ from tests.parallel.threads import on_ranks
         "starcoder2",
         "flex-olmo",
         "kolibri1",
+        "flint",
         "laguna",
         "laguna-by-layer",
         "gemma2",

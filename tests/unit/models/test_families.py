@@ -38,6 +38,7 @@ from tests.unit.models.config_jsons import (
     EXAONE_4_32B,
     FALCON_H1_0_5B,
     FLEX_OLMO_7X7B,
+    FLINT,
     GEMMA_2_9B,
     GEMMA_3_1B,
     GEMMA_3_4B,
@@ -1773,6 +1774,27 @@ def test_short_convolutions() -> None:
         parse_spec({**LFM2_8B_A1B, "layer_types": ["conv"]})
 
 
+def test_flint() -> None:
+    spec = parse_spec(FLINT)
+    assert spec.windows[:6] == (None, None, 513, 513, 513, None) and spec.windows[-1] is None
+    assert spec.windows.count(None) == 14
+    assert [rope is None for rope in spec.ropes] == [window is None for window in spec.windows]
+    assert spec.moe is not None and spec.moe.layers == frozenset(range(2, 49))
+    experts, rule = spec.moe.experts, spec.moe.experts.routing
+    assert (rule.num_experts, rule.top_k, rule.normalize, rule.wide) == (256, 6, True, True)
+    assert rule.sigmoid and not rule.corrected
+    assert experts.shared == SharedExpert(name="shared_expert", intermediate_size=1024)
+    assert spec.sinks and spec.qk_norm == "head"
+    assert 39 < spec.num_parameters / 1e9 < 41
+    ours = dict(spec.names.weights("model.layers.0.self_attn.softmax_offset", (32,)))
+    assert list(ours) == ["model.layers.0.self_attn.sinks"]
+    everywhere = parse_spec({**FLINT, "mlp_only_layers": []}).moe
+    assert everywhere is not None and everywhere.layers == frozenset(range(49))
+    for key, complaint in (("sliding_window", "an integer"), ("layer_types", "49 of ")):
+        with pytest.raises(ConfigError, match=f"{key} must be {complaint}"):
+            parse_spec({**FLINT, key: ["full_attention"]})
+
+
 def test_text_parts_around_other_decoders() -> None:
     spec = parse_spec(LLAVA_1_5_7B)
     assert (spec.architecture, spec.dtype) == ("LlavaForConditionalGeneration", "float16")
@@ -1898,6 +1920,7 @@ def test_every_architecture_is_tested() -> None:
             GEMMA_2_9B,
             OLMO_HYBRID_7B,
             KIMI_LINEAR_48B_A3B,
+            FLINT,
         ),
     )
     found = {parse_spec(config).architecture for config in configs}

@@ -99,6 +99,7 @@ def fused_rms_norm_add(
     eps: float,
     *,
     norms: Sequence[Tensor] = (),
+    norms_eps: float | None = None,
     beside: tuple[Tensor, Tensor, Tensor] | None = None,
     factor: Tensor | None = None,
     pdl: bool = False,
@@ -108,17 +109,27 @@ def fused_rms_norm_add(
 
     ``x``, ``residual`` [num_tokens, hidden_size] of one dtype; ``after`` and ``norms`` are weights
     [hidden_size]; ``factor`` [1]. With ``beside``, which is another x and weights a and b, the sum
-    of x under a and the other x under b takes the place of ``x``. All norms have the same ``eps``.
+    of x under a and the other x under b takes the place of ``x``. The norms of the result have
+    ``norms_eps``, all others ``eps``, which is also the default.
     """
     if not use_triton(x):
         return fused_rms_norm_add_reference(
-            x, residual, after, eps, norms=norms, beside=beside, factor=factor
+            x, residual, after, eps, norms=norms, norms_eps=norms_eps, beside=beside, factor=factor
         )
     from minisgl_backend.kernels.triton_kernels.layer_kernels import launch_rms_norm_add
 
     out = torch.empty((len(norms), *x.shape), dtype=x.dtype, device=x.device)
     launch_rms_norm_add(
-        out, x, residual, after, eps, norms=norms, beside=beside, factor=factor, pdl=pdl
+        out,
+        x,
+        residual,
+        after,
+        eps,
+        norms=norms,
+        norms_eps=eps if norms_eps is None else norms_eps,
+        beside=beside,
+        factor=factor,
+        pdl=pdl,
     )
     return list(out)
 
@@ -130,6 +141,7 @@ def fused_rms_norm_add_reference(
     eps: float,
     *,
     norms: Sequence[Tensor] = (),
+    norms_eps: float | None = None,
     beside: tuple[Tensor, Tensor, Tensor] | None = None,
     factor: Tensor | None = None,
 ) -> list[Tensor]:
@@ -140,4 +152,5 @@ def fused_rms_norm_add_reference(
     residual.add_(rms_norm_reference(x, after, eps))
     if factor is not None:
         residual.mul_(factor)
-    return [rms_norm_reference(residual, weight, eps) for weight in norms]
+    norms_eps = eps if norms_eps is None else norms_eps
+    return [rms_norm_reference(residual, weight, norms_eps) for weight in norms]

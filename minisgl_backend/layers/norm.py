@@ -242,13 +242,17 @@ def add_normed(
     """
     is_rounded = norm is not None and norm.rounding is not None and norm.rounding(len(part))
     kept = [] if norm is None or is_rounded else [norm]
-    assert all(of.eps == after.eps for of in (*kept, *others))
+    norms = [*kept, *others]
+    norms_eps = norms[0].eps if norms else after.eps
+    assert all(of.eps == norms_eps for of in norms)
+    assert beside is None or beside[1].eps == beside[2].eps == after.eps
     outs = fused_rms_norm_add(
         part,
         residual,
         after.weight,
         after.eps,
-        norms=[of.weight for of in (*kept, *others)],
+        norms=[of.weight for of in norms],
+        norms_eps=norms_eps,
         beside=None if beside is None else (beside[0], beside[1].weight, beside[2].weight),
         factor=factor,
         pdl=pdl,

@@ -107,6 +107,7 @@ from minisgl_backend.models.families.multimodal import (
     read_qwen3_omni,
     read_smolvlm,
 )
+from minisgl_backend.models.families.muse import read_muse_glimmer
 from minisgl_backend.models.families.nemotron import read_nemotron_h
 from minisgl_backend.models.families.olmo import (
     read_flex_olmo,
@@ -302,6 +303,7 @@ ARCHITECTURES: Final[Mapping[str, Callable[[ConfigReader], ModelSpec]]] = Mappin
         "OlmoHybridForCausalLM": read_olmo_hybrid,
         "LagunaForCausalLM": read_laguna,
         "FlintForCausalLM": read_flint,
+        "MuseGlimmerForConditionalGeneration": read_muse_glimmer,
         "Kolibri1ForCausalLM": read_kolibri1,
         "FlexOlmoForCausalLM": read_flex_olmo,
         "Exaone4ForCausalLM": read_exaone4,

@@ -19,6 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final, TypeAlias, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minisgl_backend.attention.base import Attend
@@ -96,7 +97,7 @@ class _Body(nn.Module):
         self.layer_inputs: LayerInputsMaker | None = None
         if spec.layer_inputs is not None:
             self.layer_inputs = LayerInputsMaker(spec, spec.layer_inputs, group, matrices)
-        self.norm = residual_norm(spec, spec.logit_scale)
+        self.norm = residual_norm(spec, spec.logit_scale, offset=spec.final_norm_offset)
 
 
 class Decoder(nn.Module):
@@ -350,6 +351,10 @@ class Decoder(nn.Module):
         possible in one kernel with the sum over the ranks."""
         spec, group, norm = self.spec, self.group, self.layers[0].first_norm
         part = self.model.embed_tokens.own_rows(tokens)
+        if spec.embedding_norm:  # of the sum, of which a rank has a part
+            whole = group.all_reduce(part)
+            residual = F.rms_norm(whole, (spec.hidden_size,), eps=spec.norm_eps)
+            return residual, Normed(residual, norm)
         if (scale := spec.embedding_scale / spec.stream_scale) != 1.0:
             part.mul_(scale)
         if norm is not None and is_sum_fused(group, norm, len(part), self.dtype):

@@ -170,18 +170,22 @@ class PostNormLayer(nn.Module):
     ):
         super().__init__()
 
-        def norm(scale: float = 1.0) -> RMSNorm:
-            return RMSNorm(spec.hidden_size, spec.norm_eps, scale=scale, offset=spec.norm_offset)
+        def norm() -> RMSNorm:
+            return RMSNorm(spec.hidden_size, spec.norm_eps, offset=spec.norm_offset)
+
+        def output_norm() -> RMSNorm:
+            eps, scale = spec.output_norm_eps or spec.norm_eps, spec.branch_scale
+            return RMSNorm(spec.hidden_size, eps, scale=scale, offset=spec.norm_offset)
 
         has_both = spec.norms_of(layer) == "around"
         self.input_layernorm = norm() if has_both else None
         self._mixer_name, mixer = _token_mixer(spec, layer, group, matrices)
         assert isinstance(mixer, (SelfAttention, ShortConv))  # others do not give their output
         self.add_module(self._mixer_name, mixer)
-        self.post_attention_layernorm = norm(spec.branch_scale)
+        self.post_attention_layernorm = output_norm()
         self.pre_feedforward_layernorm = norm() if has_both else None
         self.mlp = _feed_forward(spec, layer, group, matrices, experts)
-        self.post_feedforward_layernorm = norm(spec.branch_scale)
+        self.post_feedforward_layernorm = output_norm()
         if self.input_layernorm is not None and self.pre_feedforward_layernorm is not None:
             self.input_layernorm.rounding = mixer.rounding
             self.pre_feedforward_layernorm.rounding = self.mlp.rounding
@@ -268,13 +272,14 @@ class ParallelLayer(_SummedLayer):
         return residual, add_sum(residual, part, next_norm, self._group, pdl=step.pdl)
 
 
-def residual_norm(spec: ModelSpec, scale: float = 1.0) -> RMSNorm:
-    """A norm of the residual stream as ``Decoder`` keeps it; ``scale`` multiplies its weight."""
+def residual_norm(spec: ModelSpec, scale: float = 1.0, *, offset: float | None = None) -> RMSNorm:
+    """A norm of the residual stream as ``Decoder`` keeps it; ``scale`` multiplies its weight, to
+    which ``offset`` is added, by default that of all norms."""
     return RMSNorm(
         spec.hidden_size,
         spec.stream_eps,
         scale=scale,
-        offset=spec.norm_offset,
+        offset=spec.norm_offset if offset is None else offset,
         centered=spec.centered_norms,
         biased=spec.norm_biases,
     )

@@ -111,6 +111,9 @@ class MoeSpec:
     beside: bool = False
 
 
+QKNorm: TypeAlias = Literal["head", "rotated", "token", "unweighted", "unweighted everywhere"]
+"""How queries and keys are normalized."""
+
 Norms: TypeAlias = Literal["before", "after", "around"]
 """Where the norms of a layer's parts are."""
 
@@ -275,26 +278,28 @@ class ModelSpec:
     ``ropes`` has one entry per layer, unless all layers rotate by ``rope``; None: the layer does
     not rotate. ``qk_norm``: queries and keys are normalized, each head separately or all heads of a
     token together; "rotated": each head separately, after its rotation; "unweighted": each head
-    separately, without weights, in layers that rotate. ``query_growth``: queries grow with their
-    position. ``norms``: whether a layer's parts normalize their inputs, or their outputs before
-    they are added to the residual stream, or both; "by mixer": outputs in layers with attention,
-    and inputs in the others. ``norm_offset`` is added to the weights of all norms. With
-    ``parallel_parts`` both parts of a layer read the same norm of its input, and both are added to
-    it. With ``centered_norms`` norms of the residual stream first subtract the mean: they are
-    LayerNorms, whose biases are ``norm_biases``. With either, ``norms`` are those of inputs, and
-    each layer has attention and a feed-forward block. ``gate``: that of feed-forward blocks other
-    than experts; None: they have no gates, but an ``activation``. ``attention_scale`` multiplies
-    the scores, by default head_dim to the power of -1/2; ``score_cap`` then bounds them as
-    ``logit_cap`` bounds logits. ``embedding_scale`` multiplies the embeddings, ``branch_scale``
-    what each part of a layer adds to the residual stream, and ``logit_scale`` the logits.
-    ``gated_attention``: attention's output is multiplied by a gate computed from its input; with
-    ``gates_apart`` by a projection of its own, otherwise by that of the queries. With
-    ``head_gates``, which are apart, the gate of a head is one number. ``output_gate`` is the gate's
-    function. ``sinks``: the softmax of each head has one more score, which is learned.
-    ``recurrent`` describes the layers that mix tokens without attention or, with
-    ``parallel_mixers``, by both: the layer adds what attention and the other make of the same
-    input. With ``single_parts`` each layer is only token mixing, or only a feed-forward block, with
-    one norm; there is one entry per layer.
+    separately, without weights, in layers that rotate, or "unweighted everywhere".
+    ``query_growth``: queries grow with their position. ``norms``: whether a layer's parts normalize
+    their inputs, or their outputs before they are added to the residual stream, or both; "by
+    mixer": outputs in layers with attention, and inputs in the others. Norms of outputs have
+    ``output_norm_eps``, if it is not that of all others. ``norm_offset`` is added to the weights of
+    all norms, or of all but the final one if that has a ``final_norm_offset``. With
+    ``embedding_norm`` the embeddings are normalized, without weights. With ``parallel_parts`` both
+    parts of a layer read the same norm of its input, and both are added to it. With
+    ``centered_norms`` norms of the residual stream first subtract the mean: they are LayerNorms,
+    whose biases are ``norm_biases``. With either, ``norms`` are those of inputs, and each layer has
+    attention and a feed-forward block. ``gate``: that of feed-forward blocks other than experts;
+    None: they have no gates, but an ``activation``. ``attention_scale`` multiplies the scores, by
+    default head_dim to the power of -1/2; ``score_cap`` then bounds them as ``logit_cap`` bounds
+    logits. ``embedding_scale`` multiplies the embeddings, ``branch_scale`` what each part of a
+    layer adds to the residual stream, and ``logit_scale`` the logits. ``gated_attention``:
+    attention's output is multiplied by a gate computed from its input; with ``gates_apart`` by a
+    projection of its own, otherwise by that of the queries. With ``head_gates``, which are apart,
+    the gate of a head is one number. ``output_gate`` is the gate's function. ``sinks``: the softmax
+    of each head has one more score, which is learned. ``recurrent`` describes the layers that mix
+    tokens without attention or, with ``parallel_mixers``, by both: the layer adds what attention
+    and the other make of the same input. With ``single_parts`` each layer is only token mixing, or
+    only a feed-forward block, with one norm; there is one entry per layer.
 
     ``heads`` has one entry per layer, unless all layers have ``num_heads`` heads of queries and
     ``num_kv_heads`` of keys and values, of size ``head_dim``; so has ``intermediate_sizes``, unless
@@ -331,10 +336,13 @@ class ModelSpec:
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: Literal["head", "rotated", "token", "unweighted"] | None = None
+    qk_norm: QKNorm | None = None
     query_growth: QueryGrowth | None = None
     norms: Norms | Literal["by mixer"] = "before"
+    output_norm_eps: float | None = None
     norm_offset: float = 0.0
+    final_norm_offset: float | None = None
+    embedding_norm: bool = False
     centered_norms: bool = False
     norm_biases: bool = False
     parallel_parts: bool = False
@@ -380,6 +388,7 @@ class ModelSpec:
                 "attention and a feed-forward block"
             )
         assert self.norms != "by mixer" or self.branch_scale == 1.0
+        assert not self.embedding_norm or self.embedding_scale == self.stream_scale == 1.0
         if self.norm_biases and not self.centered_norms:
             raise ConfigError("norms with biases are supported only if they subtract the mean")
         layers = [

@@ -156,7 +156,7 @@ class SelfAttention(nn.Module):
                 self.num_kv_heads if self.has_own_kv else 0,
                 self.head_dim,
                 offset=spec.norm_offset,
-                weighted=spec.qk_norm != "unweighted",
+                weighted=not spec.qk_norm.startswith("unweighted"),
             )
         self._heads = even_share(of_layer.num_heads, group, "attention heads")
         self.sinks = empty_parameter(self.num_heads) if spec.sinks else None

@@ -1122,6 +1122,23 @@ def _flint(**changes: Any) -> PreTrainedModel:
     return cast(PreTrainedModel, _newer("FlintForCausalLM")(config))
 
 
+def _muse_glimmer(**changes: Any) -> PreTrainedModel:
+    """The eps are large enough to matter."""
+    text: dict[str, Any] = {**_SHAPE, "head_dim": 32, "num_hidden_layers": 5}
+    text |= {"sliding_window": 20, "rms_norm_eps": 0.01, "post_norm_eps": 0.3}
+    text |= {"final_logit_softcapping": 5.0, **changes}
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    vision |= {"num_attention_heads": 2, "pos_emb_height": 4, "pos_emb_width": 4}
+    config = _newer("MuseGlimmerConfig")(
+        text_config=text,
+        vision_config=vision,
+        out_hidden_size=128,
+        projector_hidden_size=32,
+        tie_word_embeddings=False,
+    )
+    return cast(PreTrainedModel, _newer("MuseGlimmerForConditionalGeneration")(config))
+
+
 CASES: Final[Mapping[str, Callable[[], PreTrainedModel]]] = MappingProxyType(
     {
         "llama": _llama,
@@ -1659,6 +1676,16 @@ CASES: Final[Mapping[str, Callable[[], PreTrainedModel]]] = MappingProxyType(
             num_key_value_heads=4,
             rope_parameters=dict(_YARN),
             tie_word_embeddings=True,
+        ),
+        "muse-glimmer": _muse_glimmer,
+        "muse-glimmer-listed": lambda: _muse_glimmer(
+            layer_types=["full_attention", "sliding_attention"],
+            layer_rope_theta=[500.0, 0],
+            rope_parameters={"rope_type": "default", "rope_theta": 500.0},
+            num_hidden_layers=2,
+            num_key_value_heads=4,
+            qk_scale_factor=1.5,
+            output_multiplier=0.7,
         ),
     }
 )

@@ -2183,6 +2183,37 @@ CONFIGS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
             **_SIZES,
             "num_hidden_layers": 5,
         },
+        "muse-glimmer-30b": {
+            "architectures": ["MuseGlimmerForConditionalGeneration"],
+            "model_type": "muse_glimmer",
+            "dtype": "float32",
+            "out_hidden_size": 128,
+            "projector_hidden_size": 32,
+            "text_config": {
+                "final_logit_softcapping": 20.0,
+                "head_dim": 32,
+                "hidden_activation": "silu",
+                "layer_rope_theta": [500000, 500000, 500000, 0],
+                "max_position_embeddings": CONTEXT,
+                "model_type": "muse_glimmer_text",
+                "output_multiplier": 0.19611613513818404,
+                "post_norm_eps": 1e-08,
+                "qk_scale_factor": 3.87,
+                "rms_norm_eps": 1e-05,
+                "rope_parameters": {"rope_theta": 500000, "rope_type": "default"},
+                "sliding_window": 20,
+                **_SIZES,
+                **_NO_EOS,
+            },
+            "vision_config": {
+                "hidden_size": 32,
+                "intermediate_size": 48,
+                "num_attention_heads": 2,
+                "num_hidden_layers": 1,
+                "pos_emb_height": 4,
+                "pos_emb_width": 4,
+            },
+        },
     }
 )
 

@@ -73,6 +73,7 @@ from tests.parallel.threads import on_ranks
         "flex-olmo",
         "kolibri1",
         "flint",
+        "muse-glimmer",
         "laguna",
         "laguna-by-layer",
         "gemma2",

@@ -132,6 +132,7 @@ OTHERS = [
     "laguna-by-layer",
     "gemma2",
     "flint",
+    "muse-glimmer",
 ]
 """Cases with parts that no case above has."""
 _HAVE_EXPERTS = re.compile(

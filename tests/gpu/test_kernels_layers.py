@@ -73,12 +73,14 @@ def test_fused_rms_norm_add(
     weights = torch.rand(6, size, device=device).to(dtype)
     given: dict[str, Any] = {
         "norms": list(weights[3 : 3 + num_norms]),
+        "norms_eps": 0.1 if is_scaled else None,
         "beside": (other, weights[1], weights[2]) if is_joined else None,
         "factor": torch.tensor([0.7], device=device, dtype=dtype) if is_scaled else None,
     }
     # in float64, since the twin rounds in between
     wide: dict[str, Any] = {
         "norms": [weight.double() for weight in given["norms"]],
+        "norms_eps": given["norms_eps"],
         "beside": tuple(part.double() for part in given["beside"]) if is_joined else None,
         "factor": given["factor"].double() if is_scaled else None,
     }

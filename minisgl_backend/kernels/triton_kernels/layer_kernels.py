@@ -108,6 +108,7 @@ def _rms_norm_add(
     second_ptr,
     third_ptr,
     eps,
+    norms_eps,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     BESIDE: tl.constexpr,
@@ -143,7 +144,7 @@ def _rms_norm_add(
     kept = total.to(residual_ptr.dtype.element_ty)
     tl.store(residual_ptr + at, kept, mask=mask)
     x = kept.to(tl.float32)
-    x *= tl.rsqrt(tl.sum(x * x, axis=0) / SIZE + eps)
+    x *= tl.rsqrt(tl.sum(x * x, axis=0) / SIZE + norms_eps)
     to, apart = out_ptr + at, num_tokens * SIZE
     if NORMS > 0:
         tl.store(to, (x * first.to(tl.float32)).to(out_ptr.dtype.element_ty), mask=mask)
@@ -163,6 +164,7 @@ def launch_rms_norm_add(
     eps: float,
     *,
     norms: Sequence[Tensor],
+    norms_eps: float,
     beside: tuple[Tensor, Tensor, Tensor] | None,
     factor: Tensor | None,
     pdl: bool,
@@ -188,6 +190,7 @@ def launch_rms_norm_add(
         *norms,
         *[None] * (3 - len(norms)),
         eps,
+        norms_eps,
         SIZE=size,
         BLOCK=block,
         BESIDE=beside is not None,

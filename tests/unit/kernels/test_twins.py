@@ -117,8 +117,8 @@ def test_fused_rms_norm_add() -> None:
     after, of_x, of_other, first, second = torch.rand(5, 24)
     factor = torch.tensor([1.5])
 
-    def under(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return rows / (rows.pow(2).mean(1, keepdim=True) + 1e-6).sqrt() * weight
+    def under(rows: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
+        return rows / (rows.pow(2).mean(1, keepdim=True) + eps).sqrt() * weight
 
     plain, joined = residual.clone(), residual.clone()
     assert rms_norm.fused_rms_norm_add(x, plain, after, 1e-6) == []
@@ -135,6 +135,9 @@ def test_fused_rms_norm_add() -> None:
     both = under(x, of_x) + under(other, of_other)
     torch.testing.assert_close(joined, 1.5 * (residual + under(both, after)))
     torch.testing.assert_close(found, [under(joined, first), under(joined, second)])
+    found = rms_norm.fused_rms_norm_add(x, plain, after, 1e-6, norms=[first], norms_eps=0.1)
+    torch.testing.assert_close(plain, residual + 2 * under(x, after))
+    torch.testing.assert_close(found, [under(plain, first, 0.1)])
 
 
 def test_gates_of_gelu() -> None:

@@ -85,6 +85,7 @@ from tests.unit.models.config_jsons import (
     MISTRAL_SMALL_3_1,
     MISTRAL_SMALL_4,
     MIXTRAL_8X7B,
+    MUSE_GLIMMER_30B,
     NEMOTRON_3_NANO_30B_A3B,
     NEMOTRON_NANO_9B_V2,
     OLMO_2_7B,
@@ -1795,6 +1796,32 @@ def test_flint() -> None:
             parse_spec({**FLINT, key: ["full_attention"]})
 
 
+def test_muse_glimmer() -> None:
+    spec = parse_spec(MUSE_GLIMMER_30B)
+    assert spec.windows == (2048, 2048, 2048, None) * 13
+    assert [rope is None for rope in spec.ropes] == [False, False, False, True] * 13
+    assert (spec.qk_norm, spec.norms, spec.norm_offset) == ("unweighted everywhere", "around", 1.0)
+    assert (spec.norm_eps, spec.output_norm_eps, spec.final_norm_offset) == (1e-5, 1e-8, 0.0)
+    assert spec.attention_scale == pytest.approx(3.87 / math.sqrt(128))
+    assert (spec.logit_scale, spec.logit_cap) == (pytest.approx(26**-0.5), 20.0)
+    assert spec.embedding_norm and spec.gated_attention and spec.gates_apart
+    assert 27.5 < spec.num_parameters / 1e9 < 28
+    text = MUSE_GLIMMER_30B["text_config"]
+    short = {"rope_parameters": text["rope_parameters"], "model_type": "muse_glimmer_text"}
+    by_default = parse_spec({**MUSE_GLIMMER_30B, "text_config": short})
+    assert by_default == spec
+    for key, value, complaint in (
+        ("layer_rope_theta", [500000.0, 10000.0, 500000.0, 0] * 13, "52 of 0 and 500000"),
+        ("layer_rope_theta", [500000, 0], "52 of 0 and 500000"),
+        ("layer_types", ["full_attention"], "52 of sliding_attention"),
+    ):
+        with pytest.raises(ConfigError, match=f"text_config: {key} must be {complaint}"):
+            parse_spec({**MUSE_GLIMMER_30B, "text_config": {**text, key: value}})
+    for key, value in (("attention_bias", True), ("hidden_activation", "gelu")):
+        with pytest.raises(ConfigError, match=f"{key} {value!r} is not supported, only"):
+            parse_spec({**MUSE_GLIMMER_30B, "text_config": {**text, key: value}})
+
+
 def test_text_parts_around_other_decoders() -> None:
     spec = parse_spec(LLAVA_1_5_7B)
     assert (spec.architecture, spec.dtype) == ("LlavaForConditionalGeneration", "float16")
@@ -1920,6 +1947,7 @@ def test_every_architecture_is_tested() -> None:
             GEMMA_2_9B,
             OLMO_HYBRID_7B,
             KIMI_LINEAR_48B_A3B,
+            MUSE_GLIMMER_30B,
             FLINT,
         ),
     )

@@ -97,15 +97,25 @@ from minisgl_backend.models.families.mistral import (
 from minisgl_backend.models.families.multimodal import (
     read_aya_vision,
     read_cohere2_vision,
+    read_granite4_vision,
+    read_hyperclovax_vision,
     read_idefics3,
     read_internvl,
     read_lfm2_vl,
+    read_lfm3_vl,
     read_llava,
     read_llava_next,
     read_llava_onevision,
+    read_minicpmv4_6,
+    read_minicpmv4_7,
+    read_ovis2,
     read_qwen2_5_omni,
+    read_qwen2_5_omni_thinker,
+    read_qwen2_audio,
     read_qwen3_omni,
+    read_qwen3_omni_thinker,
     read_smolvlm,
+    read_voxtral,
 )
 from minisgl_backend.models.families.muse import read_muse_glimmer
 from minisgl_backend.models.families.nemotron import read_nemotron_h
@@ -363,6 +373,17 @@ ARCHITECTURES: Final[Mapping[str, Callable[[ConfigReader], ModelSpec]]] = Mappin
         "Qwen2_5OmniModel": read_qwen2_5_omni,
         "Qwen2_5OmniForConditionalGeneration": read_qwen2_5_omni,
         "Qwen3OmniMoeForConditionalGeneration": read_qwen3_omni,
+        "Lfm3VlForConditionalGeneration": read_lfm3_vl,
+        "MiniCPMV4_6ForConditionalGeneration": read_minicpmv4_6,
+        "MiniCPMV4_7ForConditionalGeneration": read_minicpmv4_7,
+        "HCXVisionV2ForCausalLM": read_hyperclovax_vision,
+        "HyperCLOVAXVisionV2ForConditionalGeneration": read_hyperclovax_vision,
+        "Ovis2ForConditionalGeneration": read_ovis2,
+        "Granite4VisionForConditionalGeneration": read_granite4_vision,
+        "Qwen2AudioForConditionalGeneration": read_qwen2_audio,
+        "VoxtralForConditionalGeneration": read_voxtral,
+        "Qwen2_5OmniThinkerForConditionalGeneration": read_qwen2_5_omni_thinker,
+        "Qwen3OmniMoeThinkerForConditionalGeneration": read_qwen3_omni_thinker,
     }
 )
 """Keyed by the names in config.json."""
@@ -384,7 +405,7 @@ _WITH_NEEDLESS_CODE: Final = frozenset(
     | {"InternLM3ForCausalLM", "IQuestCoderForCausalLM", "SolarOpenForCausalLM"}
     | {"AfmoeForCausalLM", "NemotronHForCausalLM"}
     | {"DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM"}
-    | {"YoutuForCausalLM"}
+    | {"YoutuForCausalLM", "HCXVisionV2ForCausalLM"}
     | {"KimiK25ForConditionalGeneration", "KimiLinearForCausalLM", "LagunaForCausalLM"}
 )
 """Architectures whose checkpoints come with code that transformers has included since."""

@@ -49,7 +49,7 @@ BODY: Final = ("embed_tokens.", "layers.", "norm.")
 LAYER: Final = re.compile(r"model\.layers\.(\d+)\.")
 """How names of the decoder's weights in a layer begin, with the layer's number."""
 _OTHER_PARTS: Final = re.compile(
-    r"(?:thinker\.)?(?:model\.)?(?:image_newline$|(?:vision_tower|vision_model|visual|connector|multi_modal_projector|mm_projector|audio_tower|embed_vision|embed_audio|vision_embedder|vision_adapter|vision_projection)\.)"
+    r"(?:thinker\.)?(?:model\.)?(?:image_newline$|(?:vision_tower|vision_model|visual|connector|multi_modal_projector|mm_projector|audio_tower|embed_vision|embed_audio|vision_embedder|vision_adapter|vision_projection|vision_projector|projector|merger|visual_embeddings_table|layerwise_projectors|spatial_projectors)\.)"
 )
 
 

@@ -830,7 +830,9 @@ def class_of(architecture: str) -> Any:
         return type(architecture, (ExaoneMoeForCausalLM,), {})
     if architecture == "KimiK25ForConditionalGeneration":
         return type(architecture, (_newer("Kimi_K25ForConditionalGeneration"),), {})
-    if "Omni" in architecture:
+    if architecture == "HCXVisionV2ForCausalLM":
+        return type(architecture, (_newer("HyperCLOVAXVisionV2ForConditionalGeneration"),), {})
+    if "Omni" in architecture and "Thinker" not in architecture:
         whole = _newer(architecture.replace("OmniModel", "OmniForConditionalGeneration"))
         return type(architecture, (whole,), {"forward": _think, "generate": _answer})
     if config := _AS_LLAMA.get(architecture):
@@ -1049,10 +1051,14 @@ def _lfm2_moe(**changes: Any) -> PreTrainedModel:
     return _corrected(_newer("Lfm2MoeForCausalLM")(_newer("Lfm2MoeConfig")(**values)))
 
 
-def _lfm3(**changes: Any) -> PreTrainedModel:
+def _lfm3_values() -> dict[str, Any]:
     kinds = ["conv", "sliding_attention", "full_attention", "conv"]
     sizes = {"num_hidden_layers": 4, "head_dim": 32, "sliding_window": 20, "layer_types": kinds}
-    config = _newer("Lfm3Config")(**{**_SHAPE, **sizes, **changes})
+    return {**_SHAPE, **sizes}
+
+
+def _lfm3(**changes: Any) -> PreTrainedModel:
+    config = _newer("Lfm3Config")(**{**_lfm3_values(), **changes})
     return cast(PreTrainedModel, _newer("Lfm3ForCausalLM")(config))
 
 
@@ -1099,18 +1105,92 @@ def _seeing(name: str, kind: str, **text: Any) -> PreTrainedModel:
     return cast(PreTrainedModel, _newer(f"{name}ForConditionalGeneration")(config))
 
 
+def _minicpm_v(version: str, **text: Any) -> PreTrainedModel:
+    vision = {**_EYE, "num_hidden_layers": 2, "insert_layer_id": 0}
+    config = _newer(f"MiniCPMV{version}Config")(
+        text_config={**_SHAPE, **_DELTA, "model_type": "qwen3_5_text", **text},
+        vision_config=vision,
+        insert_layer_id=0,
+    )
+    return cast(PreTrainedModel, _newer(f"MiniCPMV{version}ForConditionalGeneration")(config))
+
+
+def _lfm3_vl() -> PreTrainedModel:
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    vision |= {"num_attention_heads": 2, "num_key_value_heads": 1}
+    config = _newer("Lfm3VlConfig")(
+        text_config={**_lfm3_values(), "model_type": "lfm3"},
+        vision_config=vision,
+        projector_hidden_size=32,
+    )
+    return cast(PreTrainedModel, _newer("Lfm3VlForConditionalGeneration")(config))
+
+
+def _hyperclova_seeing(architecture: str, **text: Any) -> PreTrainedModel:
+    config = _newer("HyperCLOVAXVisionV2Config")(
+        text_config={**_SHAPE, "model_type": "hyperclovax", **text},
+        vision_config={**_SIGHT, "model_type": "qwen2_5_vl_vision", "fullatt_block_indexes": [0]},
+        tie_word_embeddings=False,
+    )
+    return cast(PreTrainedModel, class_of(architecture)(config))
+
+
+def _ovis2() -> PreTrainedModel:
+    config = _newer("Ovis2Config")(
+        text_config={**_SHAPE, "model_type": "qwen2"},
+        vision_config={**_EYE, "vocab_size": 32},
+        vocab_size=VOCAB_SIZE,
+        hidden_size=_SHAPE["hidden_size"],
+        image_token_id=VOCAB_SIZE,
+        visual_indicator_token_ids=[VOCAB_SIZE + index for index in range(1, 6)],
+    )
+    return cast(PreTrainedModel, _newer("Ovis2ForConditionalGeneration")(config))
+
+
+def _granite4_vision() -> PreTrainedModel:
+    multipliers = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22}
+    multipliers |= {"attention_multiplier": 0.2, "logits_scaling": 6.0}
+    config = _newer("Granite4VisionConfig")(
+        text_config={**_SHAPE, **multipliers},
+        vision_config={**_EYE, "hidden_size": 64, "model_type": "siglip_vision_model"},
+        downsample_rate="1/2",
+        deepstack_layer_map=[[-1, 0]],
+        image_token_index=VOCAB_SIZE,
+    )
+    return cast(PreTrainedModel, _newer("Granite4VisionForConditionalGeneration")(config))
+
+
+def _hearing(name: str, kind: str, **text: Any) -> PreTrainedModel:
+    """A model that hears, around a decoder of ``kind``."""
+    audio = {"encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 48}
+    config = _newer(f"{name}Config")(
+        text_config={**_SHAPE, "model_type": kind, **text},
+        audio_config={**audio, "d_model": 32},
+    )
+    return cast(PreTrainedModel, _newer(f"{name}ForConditionalGeneration")(config))
+
+
 def _omni(name: str, spelled: str = "ForConditionalGeneration", **text: Any) -> Any:
     """A model that sees and hears, without what would speak."""
+    model, thinker = class_of(f"{name}{spelled}"), _thinker(**text)
+    return model(model.config_class(thinker_config=thinker, enable_audio_output=False))
+
+
+def _thinking(name: str, **text: Any) -> PreTrainedModel:
+    """The part alone that sees, hears and writes."""
+    config = _newer(f"{name}ThinkerConfig")(**_thinker(**text))
+    return cast(PreTrainedModel, _newer(f"{name}ThinkerForConditionalGeneration")(config))
+
+
+def _thinker(**text: Any) -> dict[str, Any]:
     vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2}
     audio = {"d_model": 32, "encoder_layers": 1, "encoder_attention_heads": 2}
-    thinker = {
+    return {
         "text_config": {**_text_of_vl(), **text},
         "vision_config": {**vision, "out_hidden_size": 64},
         "audio_config": {**audio, "encoder_ffn_dim": 48, "output_dim": 64},
         "vision_start_token_id": VOCAB_SIZE,  # in no prompt
     }
-    model = class_of(f"{name}{spelled}")
-    return model(model.config_class(thinker_config=thinker, enable_audio_output=False))
 
 
 def _flint(**changes: Any) -> PreTrainedModel:
@@ -1687,6 +1767,26 @@ CASES: Final[Mapping[str, Callable[[], PreTrainedModel]]] = MappingProxyType(
             qk_scale_factor=1.5,
             output_multiplier=0.7,
         ),
+        "minicpm-v4.6": lambda: _minicpm_v("4_6", attention_bias=True),
+        "minicpm-v4.7": lambda: _minicpm_v("4_7"),
+        "lfm3-vl": _lfm3_vl,
+        "hyperclova-seeing": lambda: _hyperclova_seeing(
+            "HyperCLOVAXVisionV2ForConditionalGeneration", logits_scaling=0.5
+        ),
+        "hyperclova-seeing-published": lambda: _hyperclova_seeing("HCXVisionV2ForCausalLM"),
+        "ovis2": _ovis2,
+        "granite4-vision": _granite4_vision,
+        "llava-next-granite": lambda: _seeing("LlavaNext", "granite", logits_scaling=6.0),
+        "qwen2-audio": lambda: _hearing("Qwen2Audio", "qwen2"),
+        "voxtral": lambda: _hearing("Voxtral", "llama", head_dim=32),
+        "qwen2.5-omni-thinker": lambda: _thinking("Qwen2_5Omni"),
+        "qwen3-omni-thinker": lambda: _thinking(
+            "Qwen3OmniMoe",
+            head_dim=32,
+            moe_intermediate_size=48,
+            num_experts=8,
+            num_experts_per_tok=3,
+        ),
     }
 )
 
@@ -1694,7 +1794,7 @@ CASES: Final[Mapping[str, Callable[[], PreTrainedModel]]] = MappingProxyType(
 _SEEDS: Final = MappingProxyType(
     {"dots1": 1001, "glm4-moe-groups": 1002, "gpt-oss": 1004, "granite-moe": 1001}
     | {"minimax-m2": 1001, "deepseek-v3-queries": 1001, "glm4-moe-lite": 1001, "mistral4": 1001}
-    | {"cohere2": 1005, "jais2": 1001}
+    | {"cohere2": 1005, "jais2": 1001, "qwen3-omni-thinker": 1001}
 )
 """Seeds of checkpoints that nearly tie with the seed that their place in ``CASES`` gives."""
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, Final
 
 import pytest
@@ -23,9 +25,28 @@ _NO_DEFAULT: Final = frozenset(
 )
 """Without the first and the last, a checkpoint is refused; transformers' defaults for the others
 fit none."""
+_ALONE: Final = [
+    name
+    for name in ARCHITECTURES
+    if name.endswith("ForCausalLM") and name != "HCXVisionV2ForCausalLM"  # which sees
+]
+_AROUND: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "MuseGlimmer": "muse_glimmer_text",
+        "MiniCPMV4_6": "qwen3_5_text",
+        "MiniCPMV4_7": "qwen3_5_text",
+        "Lfm3Vl": "lfm3",
+        "HyperCLOVAXVisionV2": "hyperclovax",
+        "Ovis2": "qwen2",
+        "Granite4Vision": "granite4_vision_text",
+        "Qwen2Audio": "qwen2",
+        "Voxtral": "llama",
+    }
+)
+"""Models around a decoder, each with the ``model_type`` of that."""
 
 
-@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name.endswith("ForCausalLM")])
+@pytest.mark.parametrize("name", _ALONE)
 def test_keys_that_are_left_out(name: str) -> None:
     config_class = _config_class(name)
     of_v2 = {"num_experts_per_tok": 6} if name == "DeepseekV2ForCausalLM" else {}
@@ -51,6 +72,16 @@ def test_keys_that_a_text_part_leaves_out(kind: str) -> None:
     for given in some:
         filled = config_class(**given).to_dict()
         assert _read_text(kind, given) == _read_text(kind, filled), given
+
+
+@pytest.mark.parametrize("name", _AROUND)
+def test_a_text_part_that_says_nothing(name: str) -> None:
+    if not hasattr(transformers, f"{name}Config"):
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
+    text = {"model_type": _AROUND[name], "dtype": "bfloat16"}
+    filled = getattr(transformers, f"{name}Config")(text_config=dict(text)).to_dict()
+    architecture = f"{name}ForConditionalGeneration"
+    assert _read(architecture, {"text_config": text}) == _read(architecture, filled)
 
 
 def _read_text(kind: str, text: dict[str, Any]) -> ModelSpec:

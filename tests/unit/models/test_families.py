@@ -16,7 +16,14 @@ from minisgl_backend.experts_spec import ExpertsSpec, RoutingRule, SharedExpert
 from minisgl_backend.gates import ClampedGate
 from minisgl_backend.models.catalog import ARCHITECTURES, parse_spec
 from minisgl_backend.models.recurrent_spec import ConvSpec, DeltaSpec, KimiDeltaSpec, MambaSpec
-from minisgl_backend.models.spec import IndexerSpec, LatentSpec, LayerInputs, MoeSpec, QueryGrowth
+from minisgl_backend.models.spec import (
+    IndexerSpec,
+    LatentSpec,
+    LayerInputs,
+    ModelSpec,
+    MoeSpec,
+    QueryGrowth,
+)
 from minisgl_bench.dummy_model import SHAPES
 from tests.unit.models.config_jsons import (
     AFM_4_5B,
@@ -61,6 +68,7 @@ from tests.unit.models.config_jsons import (
     HUNYUAN_A13B,
     HY3,
     HYPERCLOVA_X_SEED_THINK_14B,
+    HYPERCLOVA_X_SEED_THINK_32B,
     INTERNLM3_8B,
     INTERNVL_3_5_8B,
     IQUEST_CODER_40B,
@@ -98,6 +106,7 @@ from tests.unit.models.config_jsons import (
     QWEN_2_5_7B,
     QWEN_2_5_OMNI_7B,
     QWEN_2_5_VL_7B,
+    QWEN_2_AUDIO_7B,
     QWEN_3_0_6B,
     QWEN_3_5_MOE,
     QWEN_3_30B_A3B,
@@ -109,6 +118,7 @@ from tests.unit.models.config_jsons import (
     SOLAR_OPEN_100B,
     STARCODER2_7B,
     TRINITY_NANO,
+    VOXTRAL_MINI_3B,
     YOUTU_LLM_2B,
 )
 
@@ -1803,22 +1813,22 @@ def test_muse_glimmer() -> None:
     assert (spec.qk_norm, spec.norms, spec.norm_offset) == ("unweighted everywhere", "around", 1.0)
     assert (spec.norm_eps, spec.output_norm_eps, spec.final_norm_offset) == (1e-5, 1e-8, 0.0)
     assert spec.attention_scale == pytest.approx(3.87 / math.sqrt(128))
-    assert (spec.logit_scale, spec.logit_cap) == (pytest.approx(26**-0.5), 20.0)
+    assert spec.logit_scale == pytest.approx(26**-0.5) and spec.logit_cap == 20.0
     assert spec.embedding_norm and spec.gated_attention and spec.gates_apart
     assert 27.5 < spec.num_parameters / 1e9 < 28
     text = MUSE_GLIMMER_30B["text_config"]
     short = {"rope_parameters": text["rope_parameters"], "model_type": "muse_glimmer_text"}
     by_default = parse_spec({**MUSE_GLIMMER_30B, "text_config": short})
     assert by_default == spec
-    for key, value, complaint in (
-        ("layer_rope_theta", [500000.0, 10000.0, 500000.0, 0] * 13, "52 of 0 and 500000"),
-        ("layer_rope_theta", [500000, 0], "52 of 0 and 500000"),
-        ("layer_types", ["full_attention"], "52 of sliding_attention"),
-    ):
-        with pytest.raises(ConfigError, match=f"text_config: {key} must be {complaint}"):
-            parse_spec({**MUSE_GLIMMER_30B, "text_config": {**text, key: value}})
-    for key, value in (("attention_bias", True), ("hidden_activation", "gelu")):
-        with pytest.raises(ConfigError, match=f"{key} {value!r} is not supported, only"):
+    refused: list[tuple[str, Any, str]] = [
+        ("layer_rope_theta", [500000, 10000.0, 500000, 0] * 13, "must be 52 of 0 and 500000"),
+        ("layer_rope_theta", [500000, 0], "must be 52 of 0 and 500000"),
+        ("layer_types", ["full_attention"], "must be 52 of sliding_attention"),
+        ("attention_bias", True, "True is not supported, only False"),
+        ("hidden_activation", "gelu", "'gelu' is not supported, only 'silu'"),
+    ]
+    for key, value, complaint in refused:
+        with pytest.raises(ConfigError, match=f"text_config: {key} {complaint}"):
             parse_spec({**MUSE_GLIMMER_30B, "text_config": {**text, key: value}})
 
 
@@ -1882,6 +1892,62 @@ def test_thinkers_of_models_that_speak() -> None:
         parse_spec({"architectures": QWEN_3_OMNI_30B_A3B["architectures"]})
 
 
+def thinker_of(config: dict[str, Any], name: str) -> tuple[dict[str, Any], ModelSpec]:
+    """The part of an Omni model that thinks, alone, and what it is inside of the whole."""
+    whole, thinks = parse_spec(config), f"{name}ThinkerForConditionalGeneration"
+    alone = {**config["thinker_config"], "architectures": [thinks], "dtype": "bfloat16"}
+    return alone, replace(whole, architecture=thinks)
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [(QWEN_2_5_OMNI_7B, "Qwen2_5Omni"), (QWEN_3_OMNI_30B_A3B, "Qwen3OmniMoe")],
+)
+def test_a_thinker_alone_is_the_same(config: dict[str, Any], name: str) -> None:
+    alone, expected = thinker_of(config, name)
+    assert parse_spec(alone) == expected
+
+
+def granite_vision_4(**text: Any) -> dict[str, Any]:
+    return {
+        "architectures": ["Granite4VisionForConditionalGeneration"],
+        "text_config": {**GRANITE_3_3_8B, "model_type": "granite4_vision_text", **text},
+    }
+
+
+def test_text_parts_of_models_that_see_or_hear() -> None:
+    spec = parse_spec(HYPERCLOVA_X_SEED_THINK_32B)
+    assert (spec.norms, spec.attention_scale) == ("before", 0.08838834764831845)
+    assert 32 < spec.num_parameters / 1e9 < 33
+    names = {
+        name: [weight for weight, _ in spec.names.weights(name, (2, 2))]
+        for name in (
+            "model.language_model.model.layers.0.mlp.up_proj.weight",
+            "model.language_model.lm_head.weight",
+            "model.vision_model.blocks.0.attn.qkv.weight",
+            "model.vision_projector.weight",
+        )
+    }
+    kept = [["model.layers.0.mlp.up_proj.weight"], ["lm_head.weight"]]
+    assert list(names.values()) == [*kept, [], []]
+
+    spec = parse_spec(QWEN_2_AUDIO_7B)
+    assert (spec.num_kv_heads, spec.windows, spec.qkv_bias) == (32, (None,) * 32, True)
+    assert 7.5 < spec.num_parameters / 1e9 < 8.5
+
+    spec = parse_spec(VOXTRAL_MINI_3B)
+    assert (spec.rope.theta, spec.head_dim, spec.context) == (1e8, 128, 131072)
+    assert 3.9 < spec.num_parameters / 1e9 < 4.1
+    short = {**VOXTRAL_MINI_3B, "text_config": {"model_type": "llama"}}
+    assert parse_spec(short) == spec
+
+    spec = parse_spec(granite_vision_4())
+    assert spec.logit_scale == 1 / 16 and spec.embedding_scale == 12.0
+    assert parse_spec(granite_vision_4(model_type="granite")) == spec
+    with pytest.raises(ConfigError, match="text_config: model_type must be one of "):
+        parse_spec(granite_vision_4(model_type="granitemoehybrid"))
+
+
 def test_every_architecture_is_tested() -> None:
     configs = (
         *(LLAMA_3_1_8B, MISTRAL_7B, QWEN_2_5_7B, QWEN_3_0_6B, QWEN_3_30B_A3B, MISTRAL_SMALL_3_1),
@@ -1921,6 +1987,17 @@ def test_every_architecture_is_tested() -> None:
         *(kimi_k25("KimiK25"), kimi_k25("Kimi_K25"), GLM_4_1V_9B, GLM_4_5V),
         {**GLM_4_5V, "architectures": ["Glm46VForConditionalGeneration"]},
         *(LLAVA_1_5_7B, LLAVA_1_6_MISTRAL_7B, QWEN_2_5_OMNI_7B, QWEN_3_OMNI_30B_A3B),
+        *(thinker_of(QWEN_2_5_OMNI_7B, "Qwen2_5Omni")[0], granite_vision_4()),
+        thinker_of(QWEN_3_OMNI_30B_A3B, "Qwen3OmniMoe")[0],
+        {
+            **HYPERCLOVA_X_SEED_THINK_32B,
+            "architectures": ["HyperCLOVAXVisionV2ForConditionalGeneration"],
+            "auto_map": None,
+        },
+        *(
+            {**LLAVA_1_5_7B, "architectures": [f"{name}ForConditionalGeneration"]}
+            for name in ("Ovis2", "Lfm3Vl", "MiniCPMV4_6", "MiniCPMV4_7")
+        ),
         {**QWEN_2_5_OMNI_7B, "architectures": ["Qwen2_5OmniForConditionalGeneration"]},
         *(
             {**LLAVA_1_5_7B, "architectures": [f"{name}ForConditionalGeneration"]}
@@ -1947,6 +2024,9 @@ def test_every_architecture_is_tested() -> None:
             GEMMA_2_9B,
             OLMO_HYBRID_7B,
             KIMI_LINEAR_48B_A3B,
+            VOXTRAL_MINI_3B,
+            QWEN_2_AUDIO_7B,
+            HYPERCLOVA_X_SEED_THINK_32B,
             MUSE_GLIMMER_30B,
             FLINT,
         ),

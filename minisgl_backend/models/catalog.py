@@ -51,6 +51,7 @@ from minisgl_backend.models.families.gemma import (
     read_gemma4_text,
     read_gemma4_unified,
     read_gemma4_unified_text,
+    read_vaultgemma,
 )
 from minisgl_backend.models.families.glm import (
     read_glm,
@@ -78,6 +79,7 @@ from minisgl_backend.models.families.lfm import read_lfm2, read_lfm2_moe, read_l
 from minisgl_backend.models.families.llama import (
     read_arcee,
     read_cwm,
+    read_helium,
     read_internlm3,
     read_iquest_coder,
     read_llama,
@@ -85,6 +87,7 @@ from minisgl_backend.models.families.llama import (
     read_smollm3,
 )
 from minisgl_backend.models.families.llama4 import read_llama4, read_llama4_text
+from minisgl_backend.models.families.minicpm import read_minicpm3
 from minisgl_backend.models.families.minitron import read_nemotron
 from minisgl_backend.models.families.mistral import (
     read_ministral,
@@ -292,6 +295,7 @@ ARCHITECTURES: Final[Mapping[str, Callable[[ConfigReader], ModelSpec]]] = Mappin
         "Kimi_K25ForConditionalGeneration": read_kimi_k25,
         "KimiLinearForCausalLM": read_kimi_linear,
         "YoutuForCausalLM": read_youtu,
+        "MiniCPM3ForCausalLM": read_minicpm3,
         "Dots1ForCausalLM": read_dots1,
         "SolarOpenForCausalLM": read_solar_open,
         "AfmoeForCausalLM": read_afmoe,
@@ -351,6 +355,7 @@ ARCHITECTURES: Final[Mapping[str, Callable[[ConfigReader], ModelSpec]]] = Mappin
         "ApertusForCausalLM": read_apertus,
         "ArceeForCausalLM": read_arcee,
         "CwmForCausalLM": read_cwm,
+        "HeliumForCausalLM": read_helium,
         "Starcoder2ForCausalLM": read_starcoder2,
         "Jais2ForCausalLM": read_jais2,
         "CohereForCausalLM": read_cohere,
@@ -358,6 +363,7 @@ ARCHITECTURES: Final[Mapping[str, Callable[[ConfigReader], ModelSpec]]] = Mappin
         "Cohere2MoeForCausalLM": read_cohere2_moe,
         "GemmaForCausalLM": read_gemma,
         "Gemma2ForCausalLM": read_gemma2,
+        "VaultGemmaForCausalLM": read_vaultgemma,
         "Lfm2ForCausalLM": read_lfm2,
         "Lfm2MoeForCausalLM": read_lfm2_moe,
         "Lfm3ForCausalLM": read_lfm3,
@@ -405,7 +411,7 @@ _WITH_NEEDLESS_CODE: Final = frozenset(
     | {"InternLM3ForCausalLM", "IQuestCoderForCausalLM", "SolarOpenForCausalLM"}
     | {"AfmoeForCausalLM", "NemotronHForCausalLM"}
     | {"DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM"}
-    | {"YoutuForCausalLM", "HCXVisionV2ForCausalLM"}
+    | {"YoutuForCausalLM", "MiniCPM3ForCausalLM", "HCXVisionV2ForCausalLM"}
     | {"KimiK25ForConditionalGeneration", "KimiLinearForCausalLM", "LagunaForCausalLM"}
 )
 """Architectures whose checkpoints come with code that transformers has included since."""

@@ -1012,13 +1012,13 @@ def _gemma(**changes: Any) -> PreTrainedModel:
     return cast(PreTrainedModel, _newer("GemmaForCausalLM")(config))
 
 
-def _gemma2(**changes: Any) -> PreTrainedModel:
+def _gemma2(name: str = "Gemma2", **changes: Any) -> PreTrainedModel:
     """Scores are well beyond their bound."""
     sizes = {"num_hidden_layers": 3, "head_dim": 32, "sliding_window": 20}
     bounds = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 20.0}
     values = {**_SHAPE, **sizes, **bounds, "query_pre_attn_scalar": 24, **changes}
-    config = _newer("Gemma2Config")(**values, attn_implementation="eager")
-    return cast(PreTrainedModel, _newer("Gemma2ForCausalLM")(config))
+    config = _newer(f"{name}Config")(**values, attn_implementation="eager")
+    return cast(PreTrainedModel, _newer(f"{name}ForCausalLM")(config))
 
 
 def _apertus(**changes: Any) -> PreTrainedModel:
@@ -1217,6 +1217,16 @@ def _muse_glimmer(**changes: Any) -> PreTrainedModel:
         tie_word_embeddings=False,
     )
     return cast(PreTrainedModel, _newer("MuseGlimmerForConditionalGeneration")(config))
+
+
+def _helium(**changes: Any) -> PreTrainedModel:
+    config = _newer("HeliumConfig")(**{**_SHAPE, "head_dim": 16, **changes})
+    return cast(PreTrainedModel, _newer("HeliumForCausalLM")(config))
+
+
+def _minicpm3(**changes: Any) -> PreTrainedModel:
+    config = _newer("MiniCPM3Config")(**{**_SHAPE, **_LATENTS, **changes})
+    return cast(PreTrainedModel, _newer("MiniCPM3ForCausalLM")(config))
 
 
 CASES: Final[Mapping[str, Callable[[], PreTrainedModel]]] = MappingProxyType(
@@ -1786,6 +1796,34 @@ CASES: Final[Mapping[str, Callable[[], PreTrainedModel]]] = MappingProxyType(
             moe_intermediate_size=48,
             num_experts=8,
             num_experts_per_tok=3,
+        ),
+        "vaultgemma": lambda: _gemma2("VaultGemma"),
+        "vaultgemma-listed": lambda: _gemma2(
+            "VaultGemma",
+            layer_types=["full_attention", "sliding_attention", "full_attention"],
+            attn_logit_softcapping=None,
+            final_logit_softcapping=None,
+            attention_bias=True,
+            tie_word_embeddings=False,
+        ),
+        "helium": _helium,
+        "helium-biases": lambda: _helium(
+            attention_bias=True,
+            mlp_bias=True,
+            num_key_value_heads=4,
+            rope_parameters=dict(_YARN),
+            tie_word_embeddings=True,
+        ),
+        "minicpm3": lambda: _minicpm3(dim_model_base=16),
+        "minicpm3-plain": lambda: _minicpm3(
+            scale_emb=1,
+            scale_depth=None,
+            dim_model_base=None,
+            q_lora_rank=None,
+            v_head_dim=None,
+            mlp_bias=True,
+            rope_parameters=dict(_LATENT_YARN),
+            tie_word_embeddings=False,
         ),
     }
 )

@@ -74,6 +74,7 @@ from tests.parallel.threads import on_ranks
         "kolibri1",
         "flint",
         "muse-glimmer",
+        "minicpm3",
         "laguna",
         "laguna-by-layer",
         "gemma2",

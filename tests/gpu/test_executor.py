@@ -133,6 +133,9 @@ OTHERS = [
     "gemma2",
     "flint",
     "muse-glimmer",
+    "helium",
+    "minicpm3",
+    "vaultgemma",
 ]
 """Cases with parts that no case above has."""
 _HAVE_EXPERTS = re.compile(

@@ -1,4 +1,4 @@
-"""Gemma, Gemma 2, and Gemma 3 and 4, text."""
+"""Gemma, Gemma 2, VaultGemma, and Gemma 3 and 4, text."""
 
 from __future__ import annotations
 
@@ -80,6 +80,13 @@ def read_gemma2(config: ConfigReader) -> ModelSpec:
         **attention_biases(config),
         **fields,
     )
+
+
+def read_vaultgemma(config: ConfigReader) -> ModelSpec:
+    """``VaultGemmaForCausalLM``: Gemma 2 with norms of inputs alone."""
+    names = TensorNames(renamed=((".pre_feedforward_layernorm.", ".post_attention_layernorm."),))
+    spec = read_gemma2(config)
+    return replace(spec, architecture="VaultGemmaForCausalLM", norms="before", names=names)
 
 
 def _cap(config: ConfigReader, key: str, default: float) -> float:

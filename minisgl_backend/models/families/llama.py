@@ -1,5 +1,5 @@
-"""Llama, and what adds little or nothing to it: Arcee, CWM, InternLM3, IQuest-Coder, Seed-OSS and
-SmolLM3."""
+"""Llama, and what adds little or nothing to it: Arcee, CWM, Helium, InternLM3, IQuest-Coder,
+Seed-OSS and SmolLM3."""
 
 from __future__ import annotations
 
@@ -75,6 +75,28 @@ def read_cwm(config: ConfigReader) -> ModelSpec:
     ]
     fields["windows"] = windows_by_kind(kinds, config.integer("sliding_window", 8192))
     return ModelSpec(architecture="CwmForCausalLM", mlp_bias=config.flag("mlp_bias"), **fields)
+
+
+def read_helium(config: ConfigReader) -> ModelSpec:
+    """``HeliumForCausalLM``: Llama whose neighbouring dimensions rotate together."""
+    config = config.with_defaults(
+        rms_norm_eps=1e-8,
+        rope_theta=1e5,
+        num_key_value_heads=20,
+        head_dim=128,
+        max_position_embeddings=4096,
+    )
+    fields = common_fields(config)
+    size, heads = fields["hidden_size"], fields["num_heads"]
+    if fields["head_dim"] * heads != size:  # its output projection is square
+        raise config.error("head_dim", f"hidden_size / {heads} heads", fields["head_dim"])
+    fields["rope"] = replace(fields["rope"], interleaved=True)
+    return ModelSpec(
+        architecture="HeliumForCausalLM",
+        qkv_bias=config.flag("attention_bias"),
+        mlp_bias=config.flag("mlp_bias"),
+        **fields,
+    )
 
 
 def read_internlm3(config: ConfigReader) -> ModelSpec:

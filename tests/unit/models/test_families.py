@@ -64,6 +64,7 @@ from tests.unit.models.config_jsons import (
     GRANITE_4_H_TINY,
     GRANITE_SWASH_2B,
     GRANITE_SWASH_3B_A600M,
+    HELIUM_1_2B,
     HUNYUAN_7B,
     HUNYUAN_A13B,
     HY3,
@@ -85,6 +86,7 @@ from tests.unit.models.config_jsons import (
     LLAVA_1_5_7B,
     LLAVA_1_6_MISTRAL_7B,
     MELLUM_2,
+    MINICPM3_4B,
     MINIMAX_M2,
     MINISTRAL_3_8B,
     MINISTRAL_8B,
@@ -118,6 +120,7 @@ from tests.unit.models.config_jsons import (
     SOLAR_OPEN_100B,
     STARCODER2_7B,
     TRINITY_NANO,
+    VAULTGEMMA_1B,
     VOXTRAL_MINI_3B,
     YOUTU_LLM_2B,
 )
@@ -1832,6 +1835,43 @@ def test_muse_glimmer() -> None:
             parse_spec({**MUSE_GLIMMER_30B, "text_config": {**text, key: value}})
 
 
+def test_vaultgemma() -> None:
+    spec = parse_spec(VAULTGEMMA_1B)
+    assert (spec.norms, spec.norm_offset, spec.gate) == ("before", 1.0, "gelu")
+    assert (spec.score_cap, spec.logit_cap, spec.windows) == (0.0, 0.0, (512, None) * 13)
+    assert 1.0 < spec.num_parameters / 1e9 < 1.1 and spec.tie_embeddings
+    bounded = dict(VAULTGEMMA_1B)
+    del bounded["attn_logit_softcapping"], bounded["final_logit_softcapping"]
+    assert (parse_spec(bounded).score_cap, parse_spec(bounded).logit_cap) == (50.0, 30.0)
+    norm = "model.layers.0.pre_feedforward_layernorm.weight"
+    ours = [name for name, _ in spec.names.weights(norm, (1152,))]
+    assert ours == ["model.layers.0.post_attention_layernorm.weight"]
+
+
+def test_helium() -> None:
+    spec = parse_spec(HELIUM_1_2B)
+    assert spec.rope.interleaved and (spec.rope.theta, spec.norm_eps) == (1e5, 1e-8)
+    assert 2.0 < spec.num_parameters / 1e9 < 2.3
+    biased = parse_spec({**HELIUM_1_2B, "attention_bias": True})
+    assert biased.qkv_bias and not biased.output_bias
+    with pytest.raises(ConfigError, match="head_dim must be hidden_size / 20 heads, got 64"):
+        parse_spec({**HELIUM_1_2B, "head_dim": 64})
+
+
+def test_minicpm3() -> None:
+    spec = parse_spec(MINICPM3_4B)
+    latent = LatentSpec(latent_dim=256, rope_dim=32, nope_dim=64, value_dim=64, query_rank=768)
+    assert spec.latent == latent and not spec.rope.interleaved
+    assert (spec.rope.scaling, spec.context, spec.tie_embeddings) == ("longrope", 32768, True)
+    assert (spec.embedding_scale, spec.logit_scale) == (12.0, 0.1)
+    assert spec.branch_scale == pytest.approx(1.4 / math.sqrt(62))
+    assert 4.0 < spec.num_parameters / 1e9 < 4.3
+    plain = parse_spec({**MINICPM3_4B, "scale_depth": None, "dim_model_base": None})
+    assert plain.branch_scale == plain.logit_scale == 1.0
+    with pytest.raises(ConfigError, match="attention_bias True is not supported"):
+        parse_spec({**MINICPM3_4B, "attention_bias": True})
+
+
 def test_text_parts_around_other_decoders() -> None:
     spec = parse_spec(LLAVA_1_5_7B)
     assert (spec.architecture, spec.dtype) == ("LlavaForConditionalGeneration", "float16")
@@ -2024,6 +2064,9 @@ def test_every_architecture_is_tested() -> None:
             GEMMA_2_9B,
             OLMO_HYBRID_7B,
             KIMI_LINEAR_48B_A3B,
+            MINICPM3_4B,
+            HELIUM_1_2B,
+            VAULTGEMMA_1B,
             VOXTRAL_MINI_3B,
             QWEN_2_AUDIO_7B,
             HYPERCLOVA_X_SEED_THINK_32B,

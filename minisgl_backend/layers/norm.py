@@ -35,8 +35,9 @@ from minisgl_backend.parallel.group import Group
 class RMSNorm(nn.Module):
     """The weight of x / rms(x) * weight over hidden states; ``kernels.rms_norm`` computes it.
 
-    The weight is (offset + the checkpoint's) * scale. If ``centered``, it is a LayerNorm's, perhaps
-    with a ``bias``. Few kernels know these, so such a norm is never left to its reader.
+    The weight is (offset + the checkpoint's) * scale or, if not ``weighted``, ``scale``. If
+    ``centered``, it is a LayerNorm's, perhaps with a ``bias``. Few kernels know these, so such a
+    norm is never left to its reader.
     """
 
     rounding: Callable[[int], int | None] | None = None
@@ -52,14 +53,22 @@ class RMSNorm(nn.Module):
         offset: float = 0.0,
         centered: bool = False,
         biased: bool = False,
+        weighted: bool = True,
     ):
         super().__init__()
         self.weight = empty_parameter(size)
         self.bias = empty_parameter(size) if biased else None
         self.eps = eps
         self.scale, self.offset, self.centered = scale, offset, centered
+        self.weighted = weighted
+
+    def reset(self) -> None:
+        """Set what no checkpoint holds."""
+        self.weight.fill_(self.scale)
 
     def places(self) -> Iterator[tuple[str, WeightPlace]]:
+        if not self.weighted:
+            return
         yield "weight", whole(self.weight, scale=self.scale, offset=self.offset)
         if self.bias is not None:
             yield "bias", whole(self.bias, scale=self.scale)

@@ -19,7 +19,7 @@ from minisgl_backend.errors import ConfigError
 from minisgl_backend.layers.experts import ExpertsMLP
 from minisgl_backend.layers.linear import MergedColumnLinear, RowLinear
 from minisgl_backend.layers.matrix import Matrix
-from minisgl_backend.layers.norm import HeadNorm
+from minisgl_backend.layers.norm import HeadNorm, RMSNorm
 from minisgl_backend.layers.quantized_matrix import Matrices
 from minisgl_backend.layers.router import Router
 from minisgl_backend.layers.stored_weight import StoredWeight
@@ -257,7 +257,7 @@ def _lay_out(model: Decoder, device: torch.device) -> None:
         if isinstance(module, (MergedColumnLinear, RowLinear)):
             module.matrix.lay_out(device)
         elif isinstance(module, DraftedTokens) or (
-            isinstance(module, HeadNorm) and not module.weighted
+            isinstance(module, (HeadNorm, RMSNorm)) and not module.weighted
         ):
             module.reset()
     # after the linear layers: those of a shared expert may move into the memory of the others

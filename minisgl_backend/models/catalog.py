@@ -121,6 +121,7 @@ from minisgl_backend.models.families.multimodal import (
     read_voxtral,
 )
 from minisgl_backend.models.families.muse import read_muse_glimmer
+from minisgl_backend.models.families.nanochat import read_nanochat
 from minisgl_backend.models.families.nemotron import read_nemotron_h
 from minisgl_backend.models.families.olmo import (
     read_flex_olmo,
@@ -352,6 +353,7 @@ ARCHITECTURES: Final[Mapping[str, Callable[[ConfigReader], ModelSpec]]] = Mappin
         "NemotronForCausalLM": read_nemotron,
         "BambaForCausalLM": read_bamba,
         "FalconH1ForCausalLM": read_falcon_h1,
+        "NanoChatForCausalLM": read_nanochat,
         "ApertusForCausalLM": read_apertus,
         "ArceeForCausalLM": read_arcee,
         "CwmForCausalLM": read_cwm,

@@ -282,6 +282,7 @@ def residual_norm(spec: ModelSpec, scale: float = 1.0, *, offset: float | None =
         offset=spec.norm_offset if offset is None else offset,
         centered=spec.centered_norms,
         biased=spec.norm_biases,
+        weighted=not spec.unweighted_norms,
     )
 
 

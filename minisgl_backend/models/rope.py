@@ -37,7 +37,8 @@ def rotary_table(
         beyond = torch.arange(spec.max_positions, num_positions)
         stretched = _dynamic_frequencies(spec, rotary_dim, beyond + 1)
         angles[spec.max_positions :] = positions[spec.max_positions :].unsqueeze(1) * stretched
-    table = torch.cat([angles.cos(), angles.sin()], dim=1) * spec.attention_factor
+    sines = -angles.sin() if spec.reversed else angles.sin()
+    table = torch.cat([angles.cos(), sines], dim=1) * spec.attention_factor
     return table.to(device)
 
 

@@ -48,7 +48,8 @@ class RopeSpec:
     ``max_positions`` is max_position_embeddings of config.json, and ``original_max_positions`` the
     context before stretching, both in tokens. ``rotated`` is the share of a head's dimensions that
     rotates, from the first dimension on. The first half of these are paired with the second half
-    or, if ``interleaved``, each even dimension with the next.
+    or, if ``interleaved``, each even dimension with the next. If ``reversed``, pairs rotate the
+    other way round.
     """
 
     scaling: str = "default"
@@ -65,6 +66,7 @@ class RopeSpec:
     short_factors: tuple[float, ...] = ()
     rotated: float = 1.0
     interleaved: bool = False
+    reversed: bool = False
 
     def dims(self, head_dim: int) -> int:
         """Number of dimensions of a head in the table of angles; some angles may be 0."""
@@ -284,22 +286,24 @@ class ModelSpec:
     mixer": outputs in layers with attention, and inputs in the others. Norms of outputs have
     ``output_norm_eps``, if it is not that of all others. ``norm_offset`` is added to the weights of
     all norms, or of all but the final one if that has a ``final_norm_offset``. With
-    ``embedding_norm`` the embeddings are normalized, without weights. With ``parallel_parts`` both
-    parts of a layer read the same norm of its input, and both are added to it. With
-    ``centered_norms`` norms of the residual stream first subtract the mean: they are LayerNorms,
-    whose biases are ``norm_biases``. With either, ``norms`` are those of inputs, and each layer has
-    attention and a feed-forward block. ``gate``: that of feed-forward blocks other than experts;
-    None: they have no gates, but an ``activation``. ``attention_scale`` multiplies the scores, by
-    default head_dim to the power of -1/2; ``score_cap`` then bounds them as ``logit_cap`` bounds
-    logits. ``embedding_scale`` multiplies the embeddings, ``branch_scale`` what each part of a
-    layer adds to the residual stream, and ``logit_scale`` the logits. ``gated_attention``:
-    attention's output is multiplied by a gate computed from its input; with ``gates_apart`` by a
-    projection of its own, otherwise by that of the queries. With ``head_gates``, which are apart,
-    the gate of a head is one number. ``output_gate`` is the gate's function. ``sinks``: the softmax
-    of each head has one more score, which is learned. ``recurrent`` describes the layers that mix
-    tokens without attention or, with ``parallel_mixers``, by both: the layer adds what attention
-    and the other make of the same input. With ``single_parts`` each layer is only token mixing, or
-    only a feed-forward block, with one norm; there is one entry per layer.
+    ``embedding_norm`` the embeddings are normalized, without weights; with ``unweighted_norms`` no
+    norm of the residual stream has any, and all ``norms`` are those of inputs. With
+    ``parallel_parts`` both parts of a layer read the same norm of its input, and both are added to
+    it. With ``centered_norms`` norms of the residual stream first subtract the mean: they are
+    LayerNorms, whose biases are ``norm_biases``. With either, ``norms`` are those of inputs, and
+    each layer has attention and a feed-forward block. ``gate``: that of feed-forward blocks other
+    than experts; None: they have no gates, but an ``activation``. ``attention_scale`` multiplies
+    the scores, by default head_dim to the power of -1/2; ``score_cap`` then bounds them as
+    ``logit_cap`` bounds logits. ``embedding_scale`` multiplies the embeddings, ``branch_scale``
+    what each part of a layer adds to the residual stream, and ``logit_scale`` the logits.
+    ``gated_attention``: attention's output is multiplied by a gate computed from its input; with
+    ``gates_apart`` by a projection of its own, otherwise by that of the queries. With
+    ``head_gates``, which are apart, the gate of a head is one number. ``output_gate`` is the gate's
+    function. ``sinks``: the softmax of each head has one more score, which is learned.
+    ``recurrent`` describes the layers that mix tokens without attention or, with
+    ``parallel_mixers``, by both: the layer adds what attention and the other make of the same
+    input. With ``single_parts`` each layer is only token mixing, or only a feed-forward block, with
+    one norm; there is one entry per layer.
 
     ``heads`` has one entry per layer, unless all layers have ``num_heads`` heads of queries and
     ``num_kv_heads`` of keys and values, of size ``head_dim``; so has ``intermediate_sizes``, unless
@@ -343,6 +347,7 @@ class ModelSpec:
     norm_offset: float = 0.0
     final_norm_offset: float | None = None
     embedding_norm: bool = False
+    unweighted_norms: bool = False
     centered_norms: bool = False
     norm_biases: bool = False
     parallel_parts: bool = False
@@ -388,6 +393,7 @@ class ModelSpec:
                 "attention and a feed-forward block"
             )
         assert self.norms != "by mixer" or self.branch_scale == 1.0
+        assert not self.unweighted_norms or (self.norms == "before" and not self.centered_norms)
         assert not self.embedding_norm or self.embedding_scale == self.stream_scale == 1.0
         if self.norm_biases and not self.centered_norms:
             raise ConfigError("norms with biases are supported only if they subtract the mean")

@@ -1229,6 +1229,13 @@ def _minicpm3(**changes: Any) -> PreTrainedModel:
     return cast(PreTrainedModel, _newer("MiniCPM3ForCausalLM")(config))
 
 
+def _nanochat(**changes: Any) -> PreTrainedModel:
+    """The eps is large enough to matter."""
+    values: dict[str, Any] = {**_SHAPE, "rms_norm_eps": 0.01, "final_logit_softcapping": 5.0}
+    config = _newer("NanoChatConfig")(**{**values, **changes})
+    return cast(PreTrainedModel, _newer("NanoChatForCausalLM")(config))
+
+
 CASES: Final[Mapping[str, Callable[[], PreTrainedModel]]] = MappingProxyType(
     {
         "llama": _llama,
@@ -1824,6 +1831,14 @@ CASES: Final[Mapping[str, Callable[[], PreTrainedModel]]] = MappingProxyType(
             mlp_bias=True,
             rope_parameters=dict(_LATENT_YARN),
             tie_word_embeddings=False,
+        ),
+        "nanochat": _nanochat,
+        "nanochat-biases": lambda: _nanochat(
+            attention_bias=True,
+            num_key_value_heads=4,
+            rope_parameters=dict(_LLAMA3),
+            final_logit_softcapping=None,
+            tie_word_embeddings=True,
         ),
     }
 )

@@ -2496,6 +2496,19 @@ CONFIGS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
             **_LATENTS,
             "num_key_value_heads": 4,
         },
+        "nanochat-d32": {
+            "architectures": ["NanoChatForCausalLM"],
+            "model_type": "nanochat",
+            "attention_bias": False,
+            "final_logit_softcapping": 15.0,
+            "hidden_act": "relu2",
+            "max_position_embeddings": CONTEXT,
+            "rms_norm_eps": 1e-06,
+            "rope_theta": 10000.0,
+            "tie_word_embeddings": False,
+            **_SIZES,
+            "num_key_value_heads": 4,
+        },
     }
 )
 

@@ -75,6 +75,7 @@ from tests.parallel.threads import on_ranks
         "flint",
         "muse-glimmer",
         "minicpm3",
+        "nanochat",
         "laguna",
         "laguna-by-layer",
         "gemma2",

@@ -135,6 +135,7 @@ OTHERS = [
     "muse-glimmer",
     "helium",
     "minicpm3",
+    "nanochat",
     "vaultgemma",
 ]
 """Cases with parts that no case above has."""

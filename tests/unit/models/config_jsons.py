@@ -2360,3 +2360,22 @@ MINICPM3_4B: Final[dict[str, Any]] = {
     "torch_dtype": "bfloat16",
     "vocab_size": 73448,
 }
+NANOCHAT_D32: Final[dict[str, Any]] = {
+    "architectures": ["NanoChatForCausalLM"],
+    "attention_bias": False,
+    "dtype": "bfloat16",
+    "eos_token_id": 65531,
+    "final_logit_softcapping": 15.0,
+    "hidden_act": "relu2",
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 2048,
+    "model_type": "nanochat",
+    "num_attention_heads": 16,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 16,
+    "rms_norm_eps": 1e-06,
+    "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+    "tie_word_embeddings": False,
+    "vocab_size": 65536,
+}

@@ -96,6 +96,7 @@ from tests.unit.models.config_jsons import (
     MISTRAL_SMALL_4,
     MIXTRAL_8X7B,
     MUSE_GLIMMER_30B,
+    NANOCHAT_D32,
     NEMOTRON_3_NANO_30B_A3B,
     NEMOTRON_NANO_9B_V2,
     OLMO_2_7B,
@@ -1872,6 +1873,21 @@ def test_minicpm3() -> None:
         parse_spec({**MINICPM3_4B, "attention_bias": True})
 
 
+def test_nanochat() -> None:
+    spec = parse_spec(NANOCHAT_D32)
+    assert spec.unweighted_norms and spec.embedding_norm and spec.qk_norm == "unweighted"
+    assert spec.rope.reversed and spec.gate is None and spec.activation == "relu2"
+    assert spec.logit_cap == 15.0
+    assert parse_spec({**NANOCHAT_D32, "final_logit_softcapping": None}).logit_cap == 0.0
+    assert 1.8 < spec.num_parameters / 1e9 < 1.95
+    yarn: dict[str, Any] = {"rope_theta": 10000.0, "rope_type": "yarn", "factor": 4.0}
+    yarn["original_max_position_embeddings"] = 2048
+    with pytest.raises(ConfigError, match=r"multiplies by 1\.13863 is not supported"):
+        parse_spec({**NANOCHAT_D32, "rope_parameters": yarn})
+    with pytest.raises(ConfigError, match="hidden_act 'silu' is not supported, only 'relu2'"):
+        parse_spec({**NANOCHAT_D32, "hidden_act": "silu"})
+
+
 def test_text_parts_around_other_decoders() -> None:
     spec = parse_spec(LLAVA_1_5_7B)
     assert (spec.architecture, spec.dtype) == ("LlavaForConditionalGeneration", "float16")
@@ -2064,6 +2080,7 @@ def test_every_architecture_is_tested() -> None:
             GEMMA_2_9B,
             OLMO_HYBRID_7B,
             KIMI_LINEAR_48B_A3B,
+            NANOCHAT_D32,
             MINICPM3_4B,
             HELIUM_1_2B,
             VAULTGEMMA_1B,

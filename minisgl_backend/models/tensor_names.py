@@ -228,7 +228,8 @@ class TensorNames:
             if is_there:
                 name = name.replace(ours, theirs, 1)
                 restored.add(ours)
-        if not name.startswith("model.") or (prefix and name.startswith(prefix)):
+        is_layer = own.startswith("model.") and name.startswith("model.")
+        if not is_layer or (prefix and name.startswith(prefix)):
             return name
         return prefix + name.removeprefix("model.")
 

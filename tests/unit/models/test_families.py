@@ -1986,6 +1986,9 @@ def test_text_parts_of_models_that_see_or_hear() -> None:
     }
     kept = [["model.layers.0.mlp.up_proj.weight"], ["lm_head.weight"]]
     assert list(names.values()) == [*kept, [], []]
+    prefix = "model.language_model.model."
+    spelled = (spec.names.in_checkpoint(weight, prefix) for (weight,) in kept)
+    assert list(spelled) == list(names)[:2]
 
     spec = parse_spec(QWEN_2_AUDIO_7B)
     assert (spec.num_kv_heads, spec.windows, spec.qkv_bias) == (32, (None,) * 32, True)

@@ -189,6 +189,12 @@ def test_adapters_over_quantized_weights(case: str, tmp_path: Path) -> None:
         ("lfm3", ("q_proj", "g_proj", "o_proj", "w1")),
         ("olmo-hybrid", r".*\.(self_attn\.(q|k|v|o)_proj|mlp\.\w+)"),
         ("granite-hybrid-dense", ("k_proj", "o_proj", "input_linear", "output_linear")),
+        ("muse-glimmer", r".*\.language_model\..*\.(q_proj|v_proj|o_proj|gate_proj|down_proj)"),
+        ("nanochat", ("q_proj", "o_proj", "fc1", "fc2")),
+        ("flint", ("q_proj", "v_proj", "o_proj")),
+        ("hyperclova-seeing-published", r".*\.language_model\..*\.(q_proj|o_proj|down_proj)"),
+        ("minicpm-v4.6", r".*\.language_model\..*\.(q_proj|o_proj|up_proj)"),
+        ("voxtral", r".*\.language_model\..*\.(q_proj|down_proj)"),
     ],
 )
 def test_adapters_may_have_the_names_of_the_checkpoint(

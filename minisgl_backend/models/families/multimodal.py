@@ -205,7 +205,8 @@ def read_granite4_vision(config: ConfigReader) -> ModelSpec:
     Granites, under a name of their own."""
     text = ConfigReader(config.table("text_config"), f"{config.where}: text_config")
     if text.word("model_type", "granite") == "granite4_vision_text":
-        config = config.with_values(text_config={**text.values, "model_type": "granite"})
+        respelled = {**config.table("text_config"), "model_type": "granite"}
+        config = config.with_values(text_config=respelled)
     return _text_of(config, "Granite4VisionForConditionalGeneration", "granite")
 
 

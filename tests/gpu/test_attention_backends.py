@@ -73,9 +73,11 @@ LATENTS = [
     Case(64, 16, 576, latent_dim=512),
     Case(64, 128, 576, latent_dim=512),
     Case(16, 64, 320, latent_dim=256),
+    Case(1, 64, 576, latent_dim=512),
     Case(1, 5, 56, latent_dim=40),
 ]
-"""The heads of GLM-4.7-Flash, of DeepSeek-V3 on eight GPUs and on one, and others."""
+"""The heads of GLM-4.7-Flash, of DeepSeek-V3 on eight GPUs and on one, and others; of GLM-5 over
+chosen positions."""
 FP8_LATENTS = [
     Case(16, 20, 576, fp8=True, latent_dim=512),
     Case(64, 64, 576, fp8=True, latent_dim=512),
@@ -97,7 +99,7 @@ BACKENDS = {
         *[*WHOLE, *UNEVEN, *ODD, *FP8, *ODD_FP8, *SINKS, *SECTIONS, *FP8_SINKS],
         *[*LATENTS, *FP8_LATENTS, *CAPPED],
     ],
-    "fa": [*WHOLE, *SINKS, *SECTIONS, *LATENTS[:4]],
+    "fa": [*WHOLE, *SINKS, *SECTIONS, *LATENTS[:5]],
     "fi": [*FEWER, *FP8, *SINKS, *SECTIONS, *FP8_SINKS],
     "trtllm": [*FEWEST, *FEWEST_FP8, *SINKS, *SECTIONS],
     "sdpa": [*WHOLE, *UNEVEN, *FP8, *SINKS, *SECTIONS, *FP8_SINKS, *LATENTS, *FP8_LATENTS, *CAPPED],

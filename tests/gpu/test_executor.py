@@ -144,6 +144,8 @@ _HAVE_EXPERTS = re.compile(
 )
 EXPERTS = [case for case in CASES + OTHERS if _HAVE_EXPERTS.search(case)]
 """Rounding, even of attention's GEMMs alone, may choose other experts."""
+EXACT = (*EXPERTS, "muse-glimmer")
+"""Cases that are compared in float32 only; the last one multiplies scores by about 4."""
 
 
 class StartedCollector(Collector):
@@ -246,8 +248,8 @@ def test_tokens_of_every_architecture(case: str, prompts: list[IntArray], tmp_pa
 
 @pytest.mark.parametrize(
     ("case", "attention"),
-    [(case, attention) for case in CASES if case not in EXPERTS for attention in (None, "triton")]
-    + [(case, None) for case in OTHERS if case not in EXPERTS],
+    [(case, attention) for case in CASES if case not in EXACT for attention in (None, "triton")]
+    + [(case, None) for case in OTHERS if case not in EXACT],
 )
 def test_tokens_in_bf16(
     case: str, attention: str | None, prompts: list[IntArray], tmp_path: Path

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import re
 import secrets
+import string
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
@@ -26,6 +27,10 @@ from jinja2.visitor import NodeTransformer
 _MAX_INDENT: Final = 8
 _WIDE: Final = re.compile(r"\d{5}")
 """A field width in a format string that is larger than any prompt needs."""
+_GIVEN_WIDTH: Final = re.compile(r"%[^%a-zA-Z]*\*")
+"""A field of ``%`` whose width or precision is an argument, such as ``%*d``."""
+_SIZED: Final = frozenset({"batch", "center", "ljust", "rjust", "round", "slice", "zfill"})
+"""Methods of strings, and filters, that make as much as a number among their arguments says."""
 
 
 class OutOfBounds(Exception):
@@ -90,7 +95,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
                 if isinstance(size, (str, bytes, list, tuple)):
                     self._check_size(len(size) * times)
         if operator == "%" and isinstance(left, str):
-            _check_format(left)
+            _check_percent_format(left)
         return self._checked(super().call_binop(context, operator, left, right))
 
     def call(self, context: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
@@ -99,36 +104,44 @@ class Sandbox(ImmutableSandboxedEnvironment):
         if isinstance(owner, str):
             if obj.__name__ == "join" and args:
                 args = self._joinable(owner, args[0]), *args[1:]
-            self._check_call(obj.__name__, [owner, *args, *kwargs.values()])
+            elif obj.__name__ in ("format", "format_map"):
+                _check_brace_format(owner)
+            self._check_call(obj.__name__, owner, [*args, *kwargs.values()])
         return self._checked(super().call(context, obj, *args, **kwargs))
 
     def _bounded(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        num_before = int(hasattr(function, "jinja_pass_arg"))  # what Jinja passes before the value
+
         @functools.wraps(function)  # and with it the mark that Jinja looks for
         def bounded(*args: Any, **kwargs: Any) -> Any:
-            if name == "join":  # (evaluation context, items, separator, attribute)
-                separator = args[2] if len(args) > 2 else kwargs.get("d", "")
-                args = args[0], self._joinable(str(separator), args[1]), *args[2:]
-            self._check_call(name, [*args, *kwargs.values()])
-            return self._checked(function(*args, **kwargs))
+            before, (value, *given) = args[:num_before], args[num_before:]
+            if name == "join":
+                separator = given[0] if given else kwargs.get("d", "")
+                value = self._joinable(str(separator), value)
+            elif name == "format":
+                _check_percent_format(str(value))
+            self._check_call(name, value, [*given, *kwargs.values()])
+            return self._checked(function(*before, value, *given, **kwargs))
 
         return bounded
 
-    def _check_call(self, name: str, args: list[Any]) -> None:
-        """Refuse a call of a string's method, or of a filter, whose result would be too large."""
+    def _check_call(self, name: str, value: Any, args: list[Any]) -> None:
+        """Refuse a call of a method of the string ``value``, or of a filter of any value, whose
+        result would be too large."""
         texts = [arg for arg in args if isinstance(arg, str)]
         numbers = [abs(arg) for arg in args if isinstance(arg, int)]
-        if name in ("format", "format_map"):
-            _check_format(*texts[:1])
-        elif name == "translate":
+        if name == "translate":
             raise OutOfBounds("may not call translate")
-        elif name == "replace" and len(texts) >= 3:
-            text, old, new = texts[:3]
+        elif name == "replace" and len(texts) >= 2:
+            text, old, new = str(value), *texts[:2]
             self._check_size(len(text) + text.count(old) * len(new))
-        elif name == "indent":
-            self._check_size(sum((text.count("\n") + 1) * max([4, *numbers]) for text in texts))
-        elif name == "tojson" and max(numbers, default=0) > _MAX_INDENT:
+        elif name in ("indent", "expandtabs"):
+            text, width = str(value), max([8, *numbers, *map(len, texts)])
+            self._check_size((1 + text.count("\n") + text.count("\t")) * width)
+        elif name == "tojson" and max([*numbers, *map(len, texts)], default=0) > _MAX_INDENT:
             raise OutOfBounds(f"makes an indent of more than {_MAX_INDENT}")
-        self._check_size(max(numbers, default=0))
+        elif name in _SIZED:
+            self._check_size(max(numbers, default=0))
 
     def _joinable(self, separator: str, items: Iterable[Any]) -> list[Any]:
         known = list(items)
@@ -185,8 +198,14 @@ def _num_chars(body: list[nodes.Node]) -> int:
     return total
 
 
-def _check_format(*formats: str) -> None:
-    if any(_WIDE.search(text) for text in formats):
+def _check_percent_format(text: str) -> None:
+    if _WIDE.search(text) or _GIVEN_WIDTH.search(text):
+        raise OutOfBounds("makes too wide a field")
+
+
+def _check_brace_format(text: str) -> None:
+    fields = string.Formatter().parse(text)
+    if _WIDE.search(text) or any("{" in (spec or "") for _, _, spec, _ in fields):
         raise OutOfBounds("makes too wide a field")
 
 

@@ -14,6 +14,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from minisgl_backend.errors import ConfigError, InvalidRequest
 from minisgl_backend.text.sandbox import Sandbox
 from minisgl_backend.text.template import ChatTemplate
+from tests.fakes import chat_templates
 
 CHATML = """{%- for message in messages %}
     {%- if loop.first and message.role != 'system' %}
@@ -292,13 +293,24 @@ def test_time_is_bounded(source: str) -> None:
         "{{ range(9999) | join(d='a' * 9999) }}",
         "{{ 'a'.translate({97: 'b' * 9999}) }}",
         "{{ ('a\n' * 4999) | indent(9999) }}",
+        "{{ ('a\n' * 4999) | indent('b' * 9999) }}",
+        "{{ ('\t' * 9999).expandtabs(9999) }}",
+        "{{ 1.5 | round(10**9, 'ceil') }}",
+        "{{ [1] | batch(10**9, 'x') | list }}",
+        "{{ [1] | slice(10**9) | list }}",
         "{{ '%1000000000d' % 1 }}",
         "{{ '%1000000000d' | format(1) }}",
+        "{{ '%*d' % (10**9, 1) }}",
+        "{{ '%.*f' % (10**9, 1) }}",
+        "{{ '%-*d' | format(10**9, 1) }}",
         "{{ '{:1000000000}'.format(1) }}",
         "{{ '{:{}}'.format(1, 10**9) }}",
+        "{{ '{:{}}'.format(1, '1' + '000000000') }}",
+        "{{ '{:{a[0]}}'.format_map({'': 1, 'a': [10**9]}) }}",
         "{% set wide = '{:1000000000}'.format %}{{ wide(1) }}",
         "{{ '{a:1000000000}'.format_map({'a': 1}) }}",
         "{{ messages | tojson(indent=1000) }}",
+        "{{ messages | tojson(indent='x' * 1000) }}",
         "{{ 'x'.encode() * 10**9 }}",
         "{{ range(9999) | list | pprint }}",
     ],
@@ -333,6 +345,51 @@ def test_operations_within_bounds() -> None:
     plain = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
     plain.filters["tojson"] = lambda value, indent: json.dumps(value, indent=indent)
     assert template(source).render(CHAT) == plain.from_string(source).render()
+
+
+@pytest.mark.parametrize("number", [9, 2**31])
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages[0].n | tojson }}",
+        "{{ messages[0].n | string }}",
+        "{{ messages[0].n | int }}",
+        "{{ '{}%, *{{ {} }}*'.format(messages[0].n, messages[0].n) }}",
+        "{{ '%s *' % messages[0].n }}",
+        "{{ '%d' | format(messages[0].n) }}",
+    ],
+)
+def test_a_number_that_is_shown_is_no_size(source: str, number: int) -> None:
+    bounded = template(source, max_chars=10**4)
+    assert str(number) in bounded.render([{"role": "user", "content": "a", "n": number}])
+
+
+@pytest.mark.parametrize("number", [9, 2**31])
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        for name, source in vars(chat_templates).items()
+        if not name.startswith("_") and "arguments" in str(source)
+    ],
+)
+def test_arguments_of_calls_may_be_any_numbers(name: str, number: int) -> None:
+    source = getattr(chat_templates, name)
+    call = {"name": "f", "arguments": {"a": number}}
+    chat: list[dict[str, Any]] = [
+        {"role": "user", "content": "a"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_plan": "p",
+            "tool_calls": [{"id": "call00001", "type": "function", "function": call}],
+        },
+        {"role": "tool", "content": "b", "name": "f", "tool_call_id": "call00001"},
+    ]
+    parameters = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    function = {"name": "f", "description": "d", "parameters": parameters}
+    tool = {"type": "function", "function": function}
+    assert str(number) in template(source, max_chars=10**4).render(chat, [tool])
 
 
 def test_a_template_that_does_not_compile_fails_the_load() -> None:

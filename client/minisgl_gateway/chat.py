@@ -27,6 +27,7 @@ from minisgl_client.parameters import Parameters, StructuredOutputs
 
 from minisgl_gateway import errors
 from minisgl_gateway.channels import ChannelReader
+from minisgl_gateway.content import texts_of
 from minisgl_gateway.dialects.base import Dialect, DialectName
 from minisgl_gateway.dialects.choice import dialect_of
 from minisgl_gateway.errors import invalid
@@ -112,7 +113,7 @@ class Chat:
 
     def _last_switch(self, role: str) -> str:
         for message in reversed(self.messages):
-            texts = _texts_of(message.get("content")) if message["role"] == role else ()
+            texts = texts_of(message.get("content")) if message["role"] == role else ()
             for text in reversed(texts):
                 if found := _SWITCH.findall(text):
                     last: str = found[-1]
@@ -358,15 +359,3 @@ def _known(chat_format: ChatFormat | None) -> Collection[str]:
 
 
 _KNOWN_TO_MOST: Final = frozenset({"enable_thinking"})
-
-
-def _texts_of(content: str | Sequence[Mapping[str, str]] | None) -> Sequence[str]:
-    """The texts of which ``content_of`` made a message's content."""
-    return [content] if isinstance(content, str) else [part["text"] for part in content or ()]
-
-
-def content_of(texts: Sequence[str]) -> str | list[dict[str, str]]:
-    """A message's content for chat templates: a text, or a list of parts if there are several."""
-    if len(texts) > 1:
-        return [{"type": "text", "text": text} for text in texts]
-    return texts[0] if texts else ""

@@ -14,6 +14,8 @@ from itertools import groupby, takewhile
 from operator import itemgetter
 from typing import Any, Final
 
+from minisgl_gateway.content import texts_of
+
 _REMINDER: Final = "<system-reminder>\n{}\n</system-reminder>"
 """How coding agents mark what the user did not write."""
 
@@ -58,8 +60,4 @@ def joined(messages: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
 
 
 def _text(messages: Sequence[Mapping[str, Any]]) -> str:
-    texts: list[str] = []
-    for message in messages:
-        content = message["content"]
-        texts += [content] if isinstance(content, str) else [part["text"] for part in content]
-    return "\n\n".join(texts)
+    return "\n\n".join(text for message in messages for text in texts_of(message["content"]))

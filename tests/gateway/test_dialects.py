@@ -32,6 +32,7 @@ from minisgl_backend.errors import InvalidRequest
 from minisgl_backend.grammar.matchers import Batch, Grammars, State
 from minisgl_backend.text.chat_format import ToolDialect
 from minisgl_backend.text.detokenizer import TextStream
+from minisgl_backend.text.messages import join_parts
 from minisgl_backend.text.template import ChatTemplate
 from minisgl_backend.text.tokenizer_files import load_definition, load_vocabulary
 from minisgl_backend.text.vocabulary import Vocabulary
@@ -659,6 +660,15 @@ def test_a_template_without_tools_is_given_texts() -> None:
     assert alone["role"] == "system" and alone["content"].startswith("# Tools")
     assert plain.messages(CHAT[:2], []) == CHAT[:2]
     assert DIALECTS["hermes"].messages(CHAT, [Tool("weather")]) == CHAT
+
+
+@pytest.mark.parametrize("dialect", [*DIALECTS.values(), dialect_of(shown("harmony"))])
+def test_parts_of_a_message_are_joined_as_the_engine_joins_them(dialect: Dialect) -> None:
+    parts = [{"type": "text", "text": text} for text in ("Error:", "no such file", "exit code 1")]
+    chat = [{**message, "content": parts} for message in CHAT]
+    told = dialect.messages(chat, [Tool("weather")])
+    expected = dialect.messages([join_parts(message) for message in chat], [Tool("weather")])
+    assert [join_parts(message) for message in told] == expected
 
 
 def test_the_example_of_a_call_in_the_instructions_is_read_as_one() -> None:

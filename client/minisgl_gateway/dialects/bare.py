@@ -9,13 +9,13 @@ from typing import Any
 
 from minisgl_gateway import bare_calls
 from minisgl_gateway.bare_schemas import ordered
+from minisgl_gateway.content import text_of
 from minisgl_gateway.dialects.base import (
     Arguments,
     Message,
     Schema,
     Structure,
     structure,
-    text_of,
     with_text_as_thoughts,
 )
 from minisgl_gateway.dialects.own_form import OwnForm

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Final, Literal, TypeAlias
 from minisgl_client.answer import ToolDialect
 
 from minisgl_gateway.call_syntax import Syntax
+from minisgl_gateway.content import text_of
 from minisgl_gateway.tool_calls import CallReader
 from minisgl_gateway.tools import Calls, Tool, function_of
 
@@ -179,13 +180,6 @@ def _arguments(tools: Iterable[Tool], enforced: Iterable[Tool]) -> dict[str, Arg
         )
         for tool in tools
     }
-
-
-def text_of(content: Any) -> str:
-    """The text of a message, which may come in parts."""
-    if isinstance(content, list):
-        return "".join(part.get("text", "") for part in content)
-    return content or ""
 
 
 def with_text_as_thoughts(message: Message) -> Message:

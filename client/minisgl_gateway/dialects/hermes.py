@@ -8,13 +8,13 @@ from typing import Any, ClassVar
 
 from minisgl_gateway import call_syntax
 from minisgl_gateway.call_syntax import as_json
+from minisgl_gateway.content import text_of
 from minisgl_gateway.dialects.base import (
     Arguments,
     Dialect,
     DialectName,
     Message,
     Structure,
-    text_of,
 )
 from minisgl_gateway.tools import Tool, function_of
 

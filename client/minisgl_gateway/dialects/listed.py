@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, ClassVar, Final
 
 from minisgl_gateway import call_syntax, python_calls
+from minisgl_gateway.content import text_of
 from minisgl_gateway.dialects.base import (
     Arguments,
     Dialect,
@@ -16,7 +17,6 @@ from minisgl_gateway.dialects.base import (
     Structure,
     parameters_of,
     structure,
-    text_of,
     with_text_as_thoughts,
 )
 from minisgl_gateway.tool_calls import CallReader

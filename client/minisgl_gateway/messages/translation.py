@@ -13,7 +13,8 @@ from typing import Any, Final, cast
 
 from minisgl_client.parameters import Parameters
 
-from minisgl_gateway.chat import Chat, content_of
+from minisgl_gateway.chat import Chat
+from minisgl_gateway.content import content_of
 from minisgl_gateway.errors import invalid
 from minisgl_gateway.messages.schema import (
     AssistantTurn,

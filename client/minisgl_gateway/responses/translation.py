@@ -13,7 +13,8 @@ from typing import Any, Final, TypeAlias, cast
 from minisgl_client.parameters import Parameters
 from pydantic import TypeAdapter
 
-from minisgl_gateway.chat import Chat, content_of
+from minisgl_gateway.chat import Chat
+from minisgl_gateway.content import content_of
 from minisgl_gateway.errors import invalid, shown
 from minisgl_gateway.responses.schema import (
     AllowedTools,

@@ -34,12 +34,13 @@ def copy_repository(source: Path, target: Path, options: Mapping[str, str]) -> N
 
 
 def with_plain_folders(options: Mapping[str, str], directory: Path) -> Mapping[str, str]:
-    """The options with links in ``directory`` for folders whose names are not ASCII.
+    """The options with links in ``directory`` for checkpoints whose names are not ASCII.
 
-    The Python inside Triton's stub understands only ASCII names, whatever the locale.
+    The Python inside Triton's stub understands only ASCII names, whatever the locale. The code that
+    opens other files that options name knows that (``file_names``).
     """
     plain = dict(options)
-    for name in ("model", "tokenizer"):
+    for name in ("model", "tokenizer", "speculative_mtp_model"):
         folder = plain.get(name, "")
         if not folder.isascii() and Path(folder).is_dir():
             link = directory / name

@@ -95,14 +95,15 @@ def server(folder: Path) -> Iterator[TritonServer]:
     server.stop()
 
 
-def test_a_folder_that_is_not_ascii(folder: Path) -> None:
+@pytest.mark.parametrize("option", ["model", "tokenizer", "speculative_mtp_model"])
+def test_a_checkpoint_whose_name_is_not_ascii(folder: Path, option: str) -> None:
     model = folder / "mödel"
     model.mkdir()
     binary = fake_server(folder)
-    server = TritonServer(binary, shipped_repository(), {"model": str(model)}, OPTIONS)
-    assert (server.directory / "model").resolve() == model
+    server = TritonServer(binary, shipped_repository(), {option: str(model)}, OPTIONS)
+    assert (server.directory / option).resolve() == model
     config = (server.repository / "llm_engine" / "config.pbtxt").read_text()
-    assert f'"{server.directory / "model"}"' in config
+    assert f'"{server.directory / option}"' in config
     server.kill()
     assert model.is_dir()
 

@@ -128,6 +128,24 @@ def test_messages_of_an_assistant_in_a_row_stay_apart() -> None:
     assert messages(said, said) == [said, said]
 
 
+def test_thoughts_belong_to_the_text_or_the_calls_after_them() -> None:
+    def thought(text: str) -> dict[str, Any]:
+        return {"type": "reasoning", "content": [{"type": "reasoning_text", "text": text}]}
+
+    one, two = ({"role": "assistant", "content": text} for text in ("One.", "Two."))
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    calls = [{"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+    thinking = {"reasoning_content": "a"}
+    assert messages(one, thought("a"), two) == [one, {**two, **thinking}]
+    assert messages(thought("a"), one, two) == [{**one, **thinking}, two]
+    assert messages(one, thought("a"), call) == [{**one, **thinking, "tool_calls": calls}]
+    assert messages(one, thought("a"), two, call) == [one, {**two, **thinking, "tool_calls": calls}]
+    (whole,) = messages(thought("a"), one, thought("b"), thought("c"), call)
+    assert whole == {**one, "reasoning_content": "abc", "tool_calls": calls}
+    (alone,) = messages(thought("a"), call)
+    assert alone == {"role": "assistant", "content": "", **thinking, "tool_calls": calls}
+
+
 def test_a_summary_stands_for_thoughts_without_text() -> None:
     summary = [{"type": "summary_text", "text": "Thought of it."}]
     (message,) = messages({"type": "reasoning", "summary": summary, "encrypted_content": "x"})

@@ -124,12 +124,14 @@ def _add_to_answer(messages: list[dict[str, Any]], item: OutputItem) -> None:
     """Add what an assistant thought, said or called to the message that it belongs to."""
     last = messages[-1] if messages else {}
     is_open = last.get("role") == "assistant"
-    if isinstance(item, MessageItem) and last.get("content") and not last.get("tool_calls"):
-        is_open = False  # two texts in a row are two answers
+    if not isinstance(item, FunctionCallItem) and last.get("content") and "tool_calls" not in last:
+        is_open = False  # two texts in a row are two answers, the second with the thoughts between
     if not is_open:
         last = {"role": "assistant", "content": ""}
         messages.append(last)
     if isinstance(item, FunctionCallItem):
+        if last.keys() == {"role", "content", "reasoning_content"} and not last["content"]:
+            last = _with_text_before(messages)
         name = item.name if item.namespace is None else _name_in(item.namespace, item.name)
         function = {"name": name, "arguments": item.arguments}
         call = {"id": item.call_id, "type": "function", "function": function}
@@ -145,6 +147,18 @@ def _add_to_answer(messages: list[dict[str, Any]], item: OutputItem) -> None:
         thought = "".join([last.get("reasoning_content", ""), *texts])
         if thought:
             last["reasoning_content"] = thought
+
+
+def _with_text_before(messages: list[dict[str, Any]]) -> dict[str, Any]:
+    """The last message, which has thoughts alone, as calls follow them: if a text comes before, it
+    is of the same answer."""
+    *_, before, last = [{}, *messages[-2:]]
+    if before.get("role") != "assistant":
+        return last
+    messages.pop()
+    thoughts = before.get("reasoning_content", "") + last["reasoning_content"]
+    before["reasoning_content"] = thoughts
+    return before
 
 
 def _content(parts: str | Sequence[_Part]) -> str | list[Any]:

@@ -29,8 +29,8 @@ from minisgl_backend.grammar.lark import (
     text_of_length,
 )
 from minisgl_backend.grammar.schema_places import escaped
+from minisgl_backend.grammar.special_tokens import SpecialTokens
 from minisgl_backend.grammar.value_types import is_of
-from minisgl_backend.request import TokenId
 
 _BOUNDS: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _KEYWORDS: Final[Mapping[str, Sequence[str]]] = {
@@ -61,7 +61,7 @@ class BareValue:
     name: str
     place: str
 
-    def rules(self, special_tokens: Mapping[str, TokenId], *, is_lenient: bool) -> Iterator[str]:
+    def rules(self, special_tokens: SpecialTokens, *, is_lenient: bool) -> Iterator[str]:
         """The rules, except that for the text up to ``quote``. Keywords that are not supported are
         ignored if it ``is_lenient``. Raises ``InvalidRequest``."""
         root = schemas.plain(self.schema) if isinstance(self.schema, dict) else {}
@@ -76,7 +76,7 @@ class _Rules:
         self,
         value: BareValue,
         root: dict[str, Any],
-        special_tokens: Mapping[str, TokenId],
+        special_tokens: SpecialTokens,
         is_lenient: bool,
     ) -> None:
         self.lines: list[str] = []

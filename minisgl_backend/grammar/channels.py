@@ -16,20 +16,20 @@ and no ``otherwise`` there is no final message. Must not know what the messages 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, Final
 
 from minisgl_backend.errors import Unsupported
 from minisgl_backend.grammar.lark import TEXT, any_of, spaced, spelled
 from minisgl_backend.grammar.pieces import Writer
+from minisgl_backend.grammar.special_tokens import SpecialTokens
 from minisgl_backend.grammar.structural_tags import FormattedTag, StructuralTag
-from minisgl_backend.request import TokenId
 
 _MARKS: Final = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>")
 _NEXT: Final = "<|end|><|start|>assistant"
 
 
-def around(form: str, special_tokens: Mapping[str, TokenId]) -> str:
+def around(form: str, special_tokens: SpecialTokens) -> str:
     """An answer whose final message has this form, in llguidance's own language.
 
     Raises ``Unsupported`` if a mark of the format is not a token.
@@ -48,7 +48,7 @@ def are_messages(tag: StructuralTag | FormattedTag) -> bool:
     return bool(tag.beginnings) and all("<|message|>" in begin for begin in tag.beginnings)
 
 
-def of_messages(tag: StructuralTag | FormattedTag, special_tokens: Mapping[str, TokenId]) -> str:
+def of_messages(tag: StructuralTag | FormattedTag, special_tokens: SpecialTokens) -> str:
     """An answer with such structures, in llguidance's own language. Raises ``Unsupported`` as
     ``around`` does."""
     writer = Writer()
@@ -64,7 +64,7 @@ def of_messages(tag: StructuralTag | FormattedTag, special_tokens: Mapping[str, 
     return writer.source("start: thought* call")
 
 
-def _rules(special_tokens: Mapping[str, TokenId]) -> Iterator[str]:
+def _rules(special_tokens: SpecialTokens) -> Iterator[str]:
     """The rules for what precedes the last message, and for the header of a final one."""
     for mark in _MARKS:
         if mark not in special_tokens:

@@ -42,7 +42,7 @@ from minisgl_backend.grammar.pieces import (
     repeated,
     row_of,
 )
-from minisgl_backend.request import TokenId
+from minisgl_backend.grammar.special_tokens import SpecialTokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class _Tag:
 class Reader:
     """Reads formats for a tokenizer with these special tokens."""
 
-    def __init__(self, special_tokens: Mapping[str, TokenId]) -> None:
+    def __init__(self, special_tokens: SpecialTokens) -> None:
         self._special_tokens = special_tokens
 
     def read(self, given: Any, place: str, ends: Sequence[str] = ()) -> Piece:

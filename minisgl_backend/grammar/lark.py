@@ -6,12 +6,12 @@ Must not know what a grammar is for.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from typing import Any, Final
 
 from minisgl_backend.errors import InvalidRequest, Unsupported
 from minisgl_backend.grammar import schemas
-from minisgl_backend.request import TokenId
+from minisgl_backend.grammar.special_tokens import SpecialTokens
 
 TEXT: Final = r"TEXT: /(.|\n)*/"
 _WHITESPACE: Final = r"[ ]?|\n[ ]{0,40}"
@@ -33,51 +33,29 @@ def any_of(bodies: Iterable[str]) -> str:
     return " | ".join(f"({body})" for body in bodies)
 
 
-def spelled(text: str, special_tokens: Mapping[str, TokenId]) -> str:
+def spelled(text: str, special_tokens: SpecialTokens) -> str:
     """A text in Lark, in which special tokens are given by their ids, since they have no text."""
-    parts = parts_of(text, special_tokens)
+    parts = special_tokens.parts_of(text)
     return " ".join(quoted(part) if isinstance(part, str) else f"<[{part}]>" for part in parts)
 
 
-def parts_of(text: str, special_tokens: Mapping[str, TokenId]) -> Iterator[str | TokenId]:
-    """The special tokens in a text, by their ids, and the texts between them."""
-    while text:
-        found = min(
-            ((text.find(name), -len(name), name) for name in special_tokens if name in text),
-            default=None,
-        )
-        if found is None:
-            yield text
-            return
-        at, _, name = found
-        if at:
-            yield text[:at]
-        yield special_tokens[name]
-        text = text[at + len(name) :]
-
-
-def up_to(end: str, name: str, special_tokens: Mapping[str, TokenId]) -> str:
+def up_to(end: str, name: str, special_tokens: SpecialTokens) -> str:
     """The rule ``name``, which needs ``TEXT``: any text up to the first ``end``, and that."""
-    if _begins_with_token(end, special_tokens):
+    if special_tokens.begin(end):  # no text runs into it
         return f"{name}: TEXT {spelled(end, special_tokens)}"
     return f"{name}[lazy]: TEXT {quoted(end)}"
 
 
 def text_of_length(
-    name: str, least: int, most: int | None, end: str, special_tokens: Mapping[str, TokenId]
+    name: str, least: int, most: int | None, end: str, special_tokens: SpecialTokens
 ) -> tuple[str, str]:
     """A rule for a text of at least and at most so many characters up to the first ``end``, and
     that: its name, which is ``name`` in small or in capital letters, and the rule."""
     text = rf"/(.|\n){{{least},{'' if most is None else most}}}/"
-    if _begins_with_token(end, special_tokens):
+    if special_tokens.begin(end):
         return name.lower(), f"{name.lower()}: {text} {spelled(end, special_tokens)}"
     with_more = rf"/(.|\n)*/ {quoted(end)} /(.|\n)+/"
     return name.upper(), f"{name.upper()}: ({text} {quoted(end)}) & ~({with_more})"
-
-
-def _begins_with_token(end: str, special_tokens: Mapping[str, TokenId]) -> bool:
-    """Whether a text cannot run into the ``end``, since special tokens are no text."""
-    return any(end.startswith(token) for token in special_tokens)
 
 
 def name_of_up_to(end: str) -> str:

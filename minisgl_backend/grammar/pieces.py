@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, reduce
 from itertools import pairwise
@@ -24,7 +24,8 @@ from llguidance import LLMatcher, LLTokenizer
 
 from minisgl_backend.errors import Unsupported
 from minisgl_backend.grammar import value_types
-from minisgl_backend.grammar.lark import any_of, parts_of, quoted, spaced
+from minisgl_backend.grammar.lark import any_of, quoted, spaced
+from minisgl_backend.grammar.special_tokens import SpecialTokens
 from minisgl_backend.request import TokenId
 
 ANY: Final = r"/(.|\n)*/"
@@ -355,7 +356,7 @@ class Writer:
         return self._by_body[body]
 
 
-def pieces_of(text: str, special_tokens: Mapping[str, TokenId], place: str) -> Piece:
+def pieces_of(text: str, special_tokens: SpecialTokens, place: str) -> Piece:
     """A text in which special tokens are tokens."""
-    parts = [*parts_of(text, special_tokens)] or [""]
+    parts = special_tokens.parts_of(text) or [""]
     return row_of(fixed(part, place) if isinstance(part, str) else Token(part) for part in parts)

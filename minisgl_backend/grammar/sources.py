@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
 from typing import Any, Final, NoReturn
 
 from llguidance import LLMatcher
@@ -30,7 +29,8 @@ from minisgl_backend.grammar.complaints import one_line
 from minisgl_backend.grammar.lark import quoted, spaced
 from minisgl_backend.grammar.schema_places import keywords, shown
 from minisgl_backend.grammar.schemas import is_beyond_floats, is_changed
-from minisgl_backend.request import Grammar, GrammarKind, TokenId
+from minisgl_backend.grammar.special_tokens import SpecialTokens
+from minisgl_backend.request import Grammar, GrammarKind
 from minisgl_backend.wire.values import without_repeats
 
 MAX_SOURCE_BYTES: Final = 256 * 1024
@@ -52,7 +52,7 @@ def check_source(grammar: Grammar) -> None:
         )
 
 
-def to_llguidance(grammar: Grammar, special_tokens: Mapping[str, TokenId]) -> str:
+def to_llguidance(grammar: Grammar, special_tokens: SpecialTokens) -> str:
     """The grammar in llguidance's own form; ``special_tokens`` are those that have no text."""
     if grammar.kind is GrammarKind.STRUCTURAL_TAG:
         given = _with_schemas(grammar.source, "a structural tag")

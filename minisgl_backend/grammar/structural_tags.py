@@ -51,10 +51,10 @@ from minisgl_backend.grammar.lark import (
     up_to,
 )
 from minisgl_backend.grammar.pieces import Piece, Value, Writer
-from minisgl_backend.request import TokenId
+from minisgl_backend.grammar.special_tokens import SpecialTokens
 
 
-def read(given: Any, special_tokens: Mapping[str, TokenId]) -> StructuralTag | FormattedTag:
+def read(given: Any, special_tokens: SpecialTokens) -> StructuralTag | FormattedTag:
     """The structural tag of a parsed JSON value. Raises ``InvalidRequest`` with the place of the
     mistake, and ``Unsupported``."""
     check(isinstance(given, dict), "a structural tag", "an object")
@@ -75,14 +75,15 @@ class Member:
     end: str
     is_optional: bool
 
-    def lark(self, special_tokens: Mapping[str, TokenId], *, is_lenient: bool) -> str:
+    def lark(self, special_tokens: SpecialTokens, *, is_lenient: bool) -> str:
         begin, end = (spelled(text, special_tokens) for text in (self.begin, self.end))
         if self.content is None:
             parts = [begin, name_of_up_to(self.end)]
         elif isinstance(self.content, Value):
             parts = [begin, _json(self.content, is_lenient=is_lenient), end]
         else:
-            parts = [begin, f"({any_of(spelled(one, {}) for one in self.content)})", end]
+            choices = any_of(spelled(one, SpecialTokens()) for one in self.content)
+            parts = [begin, f"({choices})", end]
         body = " ".join(filter(None, parts))
         return f"({body})?" if self.is_optional else body
 
@@ -96,7 +97,7 @@ class Structure:
     end: str
     is_lenient: bool
 
-    def after(self, beginning: str, special_tokens: Mapping[str, TokenId]) -> str:
+    def after(self, beginning: str, special_tokens: SpecialTokens) -> str:
         """The structure without ``beginning``, a prefix of its ``begin``, in Lark."""
         rest = spelled(self.begin.removeprefix(beginning), special_tokens)
         end = spelled(self.end, special_tokens)
@@ -125,18 +126,18 @@ class StructuralTag:
         """How the structures begin."""
         return [structure.begin for structure in self.structures]
 
-    def form(self, special_tokens: Mapping[str, TokenId]) -> str:
+    def form(self, special_tokens: SpecialTokens) -> str:
         """The tag in llguidance's own form. Raises ``InvalidRequest`` and ``Unsupported`` for its
         schemas."""
         rules = [TEXT, *self._rules_of_contents(special_tokens), *self._rules(special_tokens)]
         return LLMatcher.grammar_from_lark("\n".join(["%llguidance {}", *rules]))
 
-    def written(self, writer: Writer, special_tokens: Mapping[str, TokenId]) -> list[str]:
+    def written(self, writer: Writer, special_tokens: SpecialTokens) -> list[str]:
         """The structures in the bodies of rules; they need the rule ``TEXT``."""
         writer.lines += self._rules_of_contents(special_tokens)
         return [structure.after("", special_tokens) for structure in self.structures]
 
-    def _rules_of_contents(self, special_tokens: Mapping[str, TokenId]) -> Iterator[str]:
+    def _rules_of_contents(self, special_tokens: SpecialTokens) -> Iterator[str]:
         """The rules that the contents of structures need."""
         ends: set[str] = set()
         for structure in self.structures:
@@ -148,7 +149,7 @@ class StructuralTag:
         for end in sorted(ends):
             yield up_to(end, name_of_up_to(end), special_tokens)
 
-    def _rules(self, special_tokens: Mapping[str, TokenId]) -> Iterator[str]:
+    def _rules(self, special_tokens: SpecialTokens) -> Iterator[str]:
         if self.triggers:
             yield from self._rules_of_text(special_tokens)
             return
@@ -162,7 +163,7 @@ class StructuralTag:
         else:
             yield f"start: {all_of_them}" if self.at_least_one else f"start: ({all_of_them})?"
 
-    def _rules_of_text(self, special_tokens: Mapping[str, TokenId]) -> Iterator[str]:
+    def _rules_of_text(self, special_tokens: SpecialTokens) -> Iterator[str]:
         names = []
         for index, trigger in enumerate(self.triggers):
             fitting = [s for s in self.structures if s.begin.startswith(trigger)]
@@ -197,13 +198,13 @@ class FormattedTag:
     def otherwise(self) -> None:
         """There is no other answer."""
 
-    def form(self, special_tokens: Mapping[str, TokenId]) -> str:
+    def form(self, special_tokens: SpecialTokens) -> str:
         """The tag in llguidance's own form. Raises ``InvalidRequest`` and ``Unsupported`` for its
         schemas."""
         writer = Writer()
         return writer.source(f"start: {writer.written(self.piece)}")
 
-    def written(self, writer: Writer, special_tokens: Mapping[str, TokenId]) -> list[str]:
+    def written(self, writer: Writer, special_tokens: SpecialTokens) -> list[str]:
         """The tags in the bodies of rules."""
         tags = Reader(special_tokens).tags(self.given, "format")
         return [writer.written(tag) for tag in tags]

@@ -39,6 +39,7 @@ from minisgl_backend.errors import EngineFailure, InvalidRequest, Overloaded, Un
 from minisgl_backend.grammar.complaints import TOO_DEEP, complaint, one_line
 from minisgl_backend.grammar.guidance import TokenizerFacts, new_matcher
 from minisgl_backend.grammar.sources import to_llguidance
+from minisgl_backend.grammar.special_tokens import SpecialTokens
 from minisgl_backend.request import Grammar, GrammarKind
 
 _PATIENCE_S: Final = 60.0
@@ -177,7 +178,8 @@ def _keep(channels: Sequence[socket.socket]) -> None:
     """Have a worker for each channel until the other ends of all are closed."""
     facts = TokenizerFacts(**json.loads(sys.stdin.readline()))
     tokenizer = facts.build()
-    workers = {_forked(channel, tokenizer, facts): channel for channel in channels}
+    special_tokens = SpecialTokens(facts.special_tokens)
+    workers = {_forked(channel, tokenizer, special_tokens): channel for channel in channels}
     while workers:
         process, status = os.wait()
         channel = workers.pop(process)
@@ -186,10 +188,10 @@ def _keep(channels: Sequence[socket.socket]) -> None:
         answer = {"died": os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0}
         with contextlib.suppress(OSError):
             channel.sendall(json.dumps(answer).encode() + b"\n")
-        workers[_forked(channel, tokenizer, facts)] = channel
+        workers[_forked(channel, tokenizer, special_tokens)] = channel
 
 
-def _forked(channel: socket.socket, tokenizer: LLTokenizer, facts: TokenizerFacts) -> int:
+def _forked(channel: socket.socket, tokenizer: LLTokenizer, special_tokens: SpecialTokens) -> int:
     """The process id of a new worker."""
     keeper = os.getpid()
     process = os.fork()
@@ -201,7 +203,7 @@ def _forked(channel: socket.socket, tokenizer: LLTokenizer, facts: TokenizerFact
         _limit_memory()
         threading.stack_size(_STACK_BYTES)
         ended: list[bool] = []
-        thread = threading.Thread(target=_work, args=(channel, tokenizer, facts, ended))
+        thread = threading.Thread(target=_work, args=(channel, tokenizer, special_tokens, ended))
         thread.start()
         thread.join()
         status = 0 if ended else 1
@@ -210,7 +212,10 @@ def _forked(channel: socket.socket, tokenizer: LLTokenizer, facts: TokenizerFact
 
 
 def _work(
-    channel: socket.socket, tokenizer: LLTokenizer, facts: TokenizerFacts, ended: list[bool]
+    channel: socket.socket,
+    tokenizer: LLTokenizer,
+    special_tokens: SpecialTokens,
+    ended: list[bool],
 ) -> None:
     """Try out the grammars that come; tell ``ended`` that no more will."""
     for line in channel.makefile("r", encoding="ascii"):
@@ -221,16 +226,16 @@ def _work(
         signal.setitimer(signal.ITIMER_REAL, budget.wall_seconds)
         kind, channels = GrammarKind(fields["kind"]), fields["channels"]
         asked = Grammar(kind, fields["source"], channels=channels)
-        answer = _tried(asked, tokenizer, facts)
+        answer = _tried(asked, tokenizer, special_tokens)
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
         channel.sendall(json.dumps(answer).encode() + b"\n")
     ended.append(True)
 
 
-def _tried(asked: Grammar, tokenizer: LLTokenizer, facts: TokenizerFacts) -> dict[str, str]:
+def _tried(asked: Grammar, tokenizer: LLTokenizer, special_tokens: SpecialTokens) -> dict[str, str]:
     try:
-        grammar = to_llguidance(asked, facts.special_tokens)
+        grammar = to_llguidance(asked, special_tokens)
     except Unsupported as error:
         return {"unsupported": str(error)}
     except RecursionError:

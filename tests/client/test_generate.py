@@ -47,6 +47,13 @@ def test_a_prompt_however_it_is_given(server: TritonServer, ask: list[str], tmp_
         assert (done.returncode, done.stdout, done.stderr) == (0, said + "\n", "")
 
 
+@pytest.mark.parametrize("name", ["best_of", "sampling_parameters"])
+def test_the_best_of_several_answers(ask: list[str], name: str) -> None:
+    given = 3 if name == "best_of" else json.dumps({"best_of": 3})
+    done = run(*ask, "The capital of France is", "--stop", "ar", "-p", f"{name}={given}")
+    assert (done.returncode, done.stdout, done.stderr) == (0, " P\n", "")
+
+
 def test_parameters_of_a_command(ask: list[str]) -> None:
     assert run(*ask, "The capital of France is", "--stop", "x", "--stop", "ar").stdout == " P\n"
     whole = run(*ask, "The capital of France is", "-p", "exclude_input_in_output=false")

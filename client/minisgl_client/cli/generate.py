@@ -170,7 +170,8 @@ def _answer_one(settings: Mapping[str, Any], template: _Template, prompt: str) -
     An embedding, beside which there is no text, is a line of JSON."""
     request = template.fill(prompt)
     # the server streams neither the best answers nor a prompt
-    is_whole = "best_of" in request or request.get("exclude_input_in_output") is False
+    within = with_inner(request)
+    is_whole = "best_of" in within or within.get("exclude_input_in_output") is False
     with client_of(Client, **settings) as client:
         if is_whole:
             result = client.generate(**request)

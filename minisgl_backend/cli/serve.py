@@ -213,7 +213,7 @@ def _welcome(server: TritonServer, health_port: int, model: Path, seconds: float
     return f"""
 ready after {seconds:.1f} s, serving {model.name}
   HTTP     {server.url()}
-  gRPC     {address(server.grpc_port)}
+  gRPC     {server.grpc_address}
   metrics  http://{address(server.metrics_port)}/metrics
   health   http://{address(health_port)}/ready
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+from minisgl_backend.addresses import at_port
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.file_names import reachable
@@ -68,7 +69,7 @@ def _address(environment: Mapping[str, str]) -> str | None:
             f"torchrun itself listens at {_PORT_VARIABLE}: give --rendezvous another port"
         )
     port = environment.get(_PORT_VARIABLE) or _DEFAULT_PORT
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return at_port(host, port)
 
 
 def check_nodes(options: EngineOptions) -> None:

@@ -24,6 +24,7 @@ from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from typing import Any, Final
 
+from minisgl_backend.addresses import from_here
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.server.supervisor import Health
 
@@ -60,9 +61,8 @@ class HealthServer:
 
     @property
     def address(self) -> str:
-        """HOST:PORT, as URLs have it."""
-        host = str(self._server.server_address[0])
-        return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
+        """HOST:PORT from this machine."""
+        return from_here(str(self._server.server_address[0]), self.port)
 
     def start(self, health: Callable[[], Health], stats: Callable[[], Mapping[str, Any]]) -> None:
         """Answer from now on with what these two functions return."""

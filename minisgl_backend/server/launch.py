@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from minisgl_backend.addresses import from_here
 from minisgl_backend.death_signal import asking_for
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.runtime_files import HTTP_URL_VARIABLE, RUNTIME_DIRECTORY_VARIABLE
@@ -54,8 +55,8 @@ class ServerOptions:
         return ipaddress.ip_address(self.host).is_loopback
 
     def address(self, port: int) -> str:
-        """HOST:PORT, as gRPC and URLs have it."""
-        return f"[{self.host}]:{port}" if ":" in self.host else f"{self.host}:{port}"
+        """HOST:PORT from this machine."""
+        return from_here(self.host, port)
 
 
 def launch(

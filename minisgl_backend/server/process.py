@@ -134,7 +134,7 @@ class TritonServer:
     @property
     def grpc_address(self) -> str:
         """HOST:PORT for gRPC from this machine."""
-        return self.url(port=self.grpc_port).removeprefix("http://")
+        return self.options.address(self.grpc_port)
 
     @property
     def metrics_port(self) -> int:
@@ -152,8 +152,7 @@ class TritonServer:
 
     def url(self, path: str = "", *, port: int | None = None) -> str:
         """The address of ``path`` over HTTP, or on another port."""
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.options.host, self.options.host)
-        return f"http://{f'[{host}]' if ':' in host else host}:{port or self.http_port}{path}"
+        return f"http://{self.options.address(port or self.http_port)}{path}"
 
     def wait_ready(
         self, timeout_s: float = START_S, *, give_up: Callable[[], bool] = lambda: False

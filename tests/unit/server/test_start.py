@@ -142,6 +142,11 @@ def test_addresses_of_ipv6_are_told_as_each_of_its_ports_takes_them() -> None:
     assert ServerOptions(host="127.0.0.1").address(8001) == "127.0.0.1:8001"
 
 
+def test_where_a_server_at_all_addresses_is_reached_from_this_machine() -> None:
+    assert ServerOptions(host="0.0.0.0").address(8002) == "127.0.0.1:8002"
+    assert ServerOptions(host="::").address(8002) == "[::1]:8002"
+
+
 def test_who_can_reach_a_host() -> None:
     assert all(ServerOptions(host=host).is_local for host in ("::1", "127.0.0.2"))
     assert not any(ServerOptions(host=host).is_local for host in ("0.0.0.0", "::", "10.0.0.1"))

@@ -48,7 +48,7 @@ def _parameters_text(request: Any) -> str:
 def checked_size(request: Any, arrays: Arrays, limits: Limits) -> int:
     """Number of bytes of a request's tensors and parameters. Raises ``InvalidRequest`` if there are
     too many."""
-    size = len(_parameters_text(request)) + sum(
+    size = len(_parameters_text(request).encode()) + sum(
         sum(map(len, array.flat)) if array.dtype == object else array.nbytes
         for array in arrays.values()
     )

@@ -39,8 +39,8 @@ class Parameters(TypedDict, total=False):
     """Samples of the answer, 1 .. 64. With a seed, sample i uses seed + i, modulo 2**64."""
     num_return_sequences: int | None
     best_of: int | None
-    """Samples to make, n .. 64; the answer is the ``n`` most likely. ``n`` if absent; with ``stream``
-    it must be ``n``."""
+    """Samples to make, n .. 64; the answer is the ``n`` most likely. ``n`` if absent; with
+    ``stream`` it must be ``n``."""
     max_tokens: int | None
     """Tokens to generate, 1 .. context - prompt; 16 if absent. 0 with ``num_prompt_logprobs``."""
     max_new_tokens: int | None

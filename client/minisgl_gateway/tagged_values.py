@@ -12,6 +12,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
+from urllib.parse import unquote
 
 from minisgl_gateway.call_syntax import (
     BLANKS,
@@ -27,6 +28,8 @@ _ANY: Final = frozenset({"string", "integer", "number", "boolean", "null", "arra
 NOTES: Final = frozenset({"title", "description", "default", "examples", "deprecated", "$comment"})
 """Keywords of schemas that limit nothing."""
 DEFINITIONS: Final = ("$defs", "definitions")
+_MOST_DIGITS: Final = 10
+"""Of a place in a list, in a reference."""
 _OF_OBJECTS: Final = frozenset(
     {"type", "properties", "required", "additionalProperties", "$schema", *DEFINITIONS}
 )
@@ -122,12 +125,16 @@ def _shown_kinds(schema: Any, root: Mapping[str, Any], followed: set[str]) -> Co
 
 def referred(reference: str, root: Mapping[str, Any]) -> Any:
     """What a reference within a schema points to; None if to nothing."""
+    if reference != "#" and not reference.startswith("#/"):
+        return None
     found: Any = root
-    for step in reference.removeprefix("#").split("/")[1:]:
-        if not isinstance(found, Mapping):
-            return None
-        found = found.get(step.replace("~1", "/").replace("~0", "~"))
-    return found if reference.startswith("#") else None
+    for step in reference.split("/")[1:]:
+        name = unquote(step).replace("~1", "/").replace("~0", "~")
+        if isinstance(found, list) and name.isdecimal() and len(name) < _MOST_DIGITS:
+            found = found[int(name)] if int(name) < len(found) else None
+        else:
+            found = found.get(name) if isinstance(found, Mapping) else None
+    return found
 
 
 # --- which texts fit a schema --------------------------------------------------------------------

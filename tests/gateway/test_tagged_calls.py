@@ -158,13 +158,18 @@ PROPERTIES: Final = {
     "tree": {"$ref": "#/$defs/tree~1s"},
     "both": {"allOf": [{"minimum": 1}, {"type": "integer"}]},
     "loop": {"$ref": "#/properties/loop"},
+    "spaced": {"$ref": "#/$defs/My%20Type"},
+    "listed": {"$ref": "#/properties/choices/anyOf/1"},
+    "choices": {"anyOf": [{"type": "integer"}, {"type": "string"}]},
     "lost": {"$ref": "#/nowhere"},
+    "beyond": {"$ref": "#/properties/choices/anyOf/2"},
+    "far beyond": {"$ref": f"#/properties/choices/anyOf/{'9' * 9999}"},
+    "anchor": {"$ref": "#anchor"},
     "foreign": {"$ref": "https://example.org/schema"},
     "any": True,
 }
-TYPED: Final = Tool(
-    "typed", parameters={"properties": PROPERTIES, "$defs": {"tree/s": {"type": "object"}}}
-)
+DEFINITIONS: Final = {"tree/s": {"type": "object"}, "My Type": {"type": "string"}}
+TYPED: Final = Tool("typed", parameters={"properties": PROPERTIES, "$defs": DEFINITIONS})
 
 
 _ENDS: Final = "</parameter></function> </arg_value></tool_call>"
@@ -210,7 +215,12 @@ _ENDS: Final = "</parameter></function> </arg_value></tool_call>"
         ("tree", '"a"', '"a"'),
         ("both", "7", 7),
         ("loop", "7", 7),
+        ("spaced", "7", "7"),
+        ("listed", "7", "7"),
         ("lost", "7", 7),
+        ("beyond", "7", 7),
+        ("far beyond", "7", 7),
+        ("anchor", "7", 7),
         ("foreign", "7", 7),
         ("any", "7", 7),
         ("any", "seven", "seven"),

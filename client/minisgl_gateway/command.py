@@ -171,8 +171,6 @@ _SECONDS: Final = _Seconds(min=0.1, max=86_400)
     help="for answers under way at a stop",
 )
 def gateway(
-    triton: str,
-    servers: tuple[str, ...],
     host: str,
     port: int,
     model: str,
@@ -180,55 +178,32 @@ def gateway(
     api_keys: tuple[str, ...],
     api_key_file: Path | None,
     admin_key_file: Path | None,
-    default_max_tokens: int,
-    shorten_max_tokens: bool,
     tool_dialect: str,
-    cors_origins: tuple[str, ...],
-    max_requests: int,
-    max_requests_per_key: int,
-    max_body_bytes: int,
-    max_header_bytes: int,
-    max_stored_responses: int,
-    max_stored_bytes: int,
-    timeout_s: float,
-    patience_s: float,
-    drain_timeout_s: int,
+    **others: Any,
 ) -> None:
     """Serve OpenAI's and Anthropic's APIs and a chat page, in front of a MiniSGL server."""
     _check_filled({"--host": host, "--model": model, "--model-name": model_name})
     keys = _keys_of(api_keys, os.environ.get("MINISGL_API_KEYS"), api_key_file)
     if not keys and not _is_loopback(host):
         raise click.UsageError(f"listening on {host} needs an API key: see --api-key-file")
-    _check_origins(cors_origins, has_keys=bool(keys))
-    _check_servers(servers, triton)
     options = GatewayOptions(
-        triton=triton,
-        servers=servers,
         model=model,
         model_name=model if model_name is None else model_name,
         api_keys=keys,
         admin_keys=_keys_of((), None, admin_key_file),
-        cors_origins=cors_origins,
-        default_max_tokens=default_max_tokens,
-        shorten_max_tokens=shorten_max_tokens,
         tool_dialect=None if tool_dialect == "auto" else cast(DialectName, tool_dialect),
-        max_requests=max_requests,
-        max_requests_per_key=max_requests_per_key,
-        max_body_bytes=max_body_bytes,
-        max_header_bytes=max_header_bytes,
-        max_stored_responses=max_stored_responses,
-        max_stored_bytes=max_stored_bytes,
-        timeout_s=timeout_s,
-        patience_s=patience_s,
-        drain_timeout_s=drain_timeout_s,
+        **others,
     )
+    _check_origins(options.cors_origins, has_keys=bool(keys))
+    _check_servers(options.servers, options.triton)
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     try:
         server = make_server(options)
     except InvalidArgument as error:
-        raise click.UsageError(f"{'--server' if servers else '--triton'}: {error}") from error
+        name = "--server" if options.servers else "--triton"
+        raise click.UsageError(f"{name}: {error}") from error
     _serve(server, host, port)
 
 

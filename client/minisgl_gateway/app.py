@@ -25,7 +25,7 @@ from starlette.types import ASGIApp
 
 from minisgl_gateway import answer_schema as schema
 from minisgl_gateway.adapters import Adapters, LoadAdapterRequest, UnloadAdapterRequest
-from minisgl_gateway.description import answer_of, body_of, describe, page_of
+from minisgl_gateway.description import BodyOf, answer_of, describe, page_of
 from minisgl_gateway.errors import ApiError, error_response, internal, shown
 from minisgl_gateway.gate import (
     ANTHROPIC_REQUEST_ID,
@@ -149,12 +149,12 @@ def _add_completions(app: FastAPI, routes: CompletionRoutes) -> None:
     app.post(
         "/v1/chat/completions",
         responses={200: answer_of(schema.ChatCompletion)},
-        openapi_extra=body_of(ChatCompletionRequest),
+        openapi_extra=BodyOf(ChatCompletionRequest),
     )(routes.chat)
     app.post(
         "/v1/completions",
         responses={200: answer_of(schema.Completion)},
-        openapi_extra=body_of(CompletionRequest),
+        openapi_extra=BodyOf(CompletionRequest),
     )(routes.completions)
 
 
@@ -163,12 +163,12 @@ def _add_responses(app: FastAPI, routes: ResponsesRoutes) -> None:
     app.post(
         "/v1/responses",
         responses={200: answer_of(AnsweredResponse, named_events=True)},
-        openapi_extra=body_of(ResponsesRequest),
+        openapi_extra=BodyOf(ResponsesRequest),
     )(routes.create)
     app.post(
         "/v1/responses/input_tokens",
         responses={200: {"model": CountedInput}},
-        openapi_extra=body_of(InputTokensRequest),
+        openapi_extra=BodyOf(InputTokensRequest),
     )(routes.count_tokens)
     app.get("/v1/responses/{id}", responses={200: {"model": AnsweredResponse}})(routes.retrieve)
     app.delete("/v1/responses/{id}")(routes.delete)
@@ -182,12 +182,12 @@ def _add_messages(app: FastAPI, routes: MessagesRoutes) -> None:
     app.post(
         "/v1/messages",
         responses={**errors, 200: answer_of(MessagesAnswer, named_events=True)},
-        openapi_extra=body_of(MessagesRequest),
+        openapi_extra=BodyOf(MessagesRequest),
     )(routes.create)
     app.post(
         "/v1/messages/count_tokens",
         responses={**errors, 200: {"model": CountedTokens}},
-        openapi_extra=body_of(CountTokensRequest),
+        openapi_extra=BodyOf(CountTokensRequest),
     )(routes.count_tokens)
 
 
@@ -196,12 +196,12 @@ def _add_retrieval(app: FastAPI, routes: RetrievalRoutes) -> None:
     app.post(
         "/v1/embeddings",
         responses={200: {"model": schema.EmbeddingList}},
-        openapi_extra=body_of(EmbeddingRequest),
+        openapi_extra=BodyOf(EmbeddingRequest),
     )(routes.embeddings)
     app.post(
         "/v1/rerank",
         responses={200: {"model": schema.Reranked}},
-        openapi_extra=body_of(RerankRequest),
+        openapi_extra=BodyOf(RerankRequest),
     )(routes.rerank)
 
 
@@ -209,8 +209,8 @@ def _add_probes(app: FastAPI, health: HealthRoute, lookups: Lookups, telemetry: 
     """Add routes for probes and lookups, under OpenAI's and vLLM's names."""
     app.get("/v1/models")(lookups.models)
     app.get("/v1/models/{name:path}")(lookups.model)
-    app.post("/tokenize", openapi_extra=body_of(TokenizeRequest))(lookups.tokenize)
-    app.post("/detokenize", openapi_extra=body_of(DetokenizeRequest))(lookups.detokenize)
+    app.post("/tokenize", openapi_extra=BodyOf(TokenizeRequest))(lookups.tokenize)
+    app.post("/detokenize", openapi_extra=BodyOf(DetokenizeRequest))(lookups.detokenize)
     app.get("/health")(health.health)
     app.get("/ping")(health.health)
     app.post("/ping", include_in_schema=False)(health.health)
@@ -234,13 +234,13 @@ def _add_adapters(app: FastAPI, adapters: Adapters) -> None:
         "/v1/load_lora_adapter",
         response_class=PlainTextResponse,
         responses={403: {"model": schema.ErrorAnswer}},
-        openapi_extra=body_of(LoadAdapterRequest),
+        openapi_extra=BodyOf(LoadAdapterRequest),
     )(adapters.load)
     app.post(
         "/v1/unload_lora_adapter",
         response_class=PlainTextResponse,
         responses={403: {"model": schema.ErrorAnswer}},
-        openapi_extra=body_of(UnloadAdapterRequest),
+        openapi_extra=BodyOf(UnloadAdapterRequest),
     )(adapters.unload)
 
 

@@ -13,42 +13,20 @@ from typing import Any, Final
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
+from fastapi.routing import APIRoute
 from pydantic import BaseModel
 
-from minisgl_gateway.adapters import LoadAdapterRequest, UnloadAdapterRequest
-from minisgl_gateway.messages.schema import CountTokensRequest, MessagesRequest
-from minisgl_gateway.responses.schema import InputTokensRequest, ResponsesRequest
-from minisgl_gateway.schema import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    EmbeddingRequest,
-    RerankRequest,
-    TokenizeRequest,
-)
-
-_BODIES: Final = (
-    ChatCompletionRequest,
-    CompletionRequest,
-    ResponsesRequest,
-    InputTokensRequest,
-    MessagesRequest,
-    CountTokensRequest,
-    EmbeddingRequest,
-    RerankRequest,
-    TokenizeRequest,
-    DetokenizeRequest,
-    LoadAdapterRequest,
-    UnloadAdapterRequest,
-)
 _REFERENCE: Final = "#/components/schemas/{model}"
 
 
-def body_of(model: type[BaseModel]) -> dict[str, Any]:
-    """What a route adds to its description for a body of this model."""
-    reference = {"$ref": _REFERENCE.format(model=model.__name__)}
-    content = {"application/json": {"schema": reference}}
-    return {"requestBody": {"required": True, "content": content}}
+class BodyOf(dict[str, Any]):
+    """What a route adds to its description for a body of this ``model``."""
+
+    def __init__(self, model: type[BaseModel]) -> None:
+        self.model = model
+        reference = {"$ref": _REFERENCE.format(model=model.__name__)}
+        content = {"application/json": {"schema": reference}}
+        super().__init__(requestBody={"required": True, "content": content})
 
 
 def answer_of(model: type[BaseModel], *, named_events: bool = False) -> dict[str, Any]:
@@ -72,7 +50,8 @@ def describe(app: FastAPI) -> None:
                 title=app.title, version=app.version, description=app.description, routes=app.routes
             )
             parts = whole["components"]
-            for model in _BODIES:
+            extras = [route.openapi_extra for route in app.routes if isinstance(route, APIRoute)]
+            for model in [extra.model for extra in extras if isinstance(extra, BodyOf)]:
                 schema = model.model_json_schema(ref_template=_REFERENCE)
                 parts["schemas"].update(schema.pop("$defs", {}))
                 parts["schemas"][model.__name__] = schema

@@ -25,6 +25,13 @@ from starlette.types import ASGIApp
 
 from minisgl_gateway import answer_schema as schema
 from minisgl_gateway.adapters import Adapters, LoadAdapterRequest, UnloadAdapterRequest
+from minisgl_gateway.completions.answer_schema import ChatCompletion, Completion
+from minisgl_gateway.completions.schema import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
 from minisgl_gateway.description import BodyOf, answer_of, describe, page_of
 from minisgl_gateway.errors import ApiError, error_response, internal, shown
 from minisgl_gateway.gate import (
@@ -45,15 +52,13 @@ from minisgl_gateway.responses.answer import Response as AnsweredResponse
 from minisgl_gateway.responses.memory import ResponseMemory
 from minisgl_gateway.responses.schema import InputTokensRequest, ResponsesRequest
 from minisgl_gateway.retrieval import RetrievalRoutes
-from minisgl_gateway.routes import CompletionRoutes, MessagesRoutes, ResponsesRoutes
-from minisgl_gateway.schema import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    DetokenizeRequest,
+from minisgl_gateway.retrieval_schema import (
+    EmbeddingList,
     EmbeddingRequest,
+    Reranked,
     RerankRequest,
-    TokenizeRequest,
 )
+from minisgl_gateway.routes import CompletionRoutes, MessagesRoutes, ResponsesRoutes
 from minisgl_gateway.servers import Engine, Servers
 from minisgl_gateway.service import Service
 from minisgl_gateway.telemetry import CONTENT_TYPE, Telemetry
@@ -148,12 +153,12 @@ def _add_completions(app: FastAPI, routes: CompletionRoutes) -> None:
     """Add OpenAI's APIs of chat completions and completions."""
     app.post(
         "/v1/chat/completions",
-        responses={200: answer_of(schema.ChatCompletion)},
+        responses={200: answer_of(ChatCompletion)},
         openapi_extra=BodyOf(ChatCompletionRequest),
     )(routes.chat)
     app.post(
         "/v1/completions",
-        responses={200: answer_of(schema.Completion)},
+        responses={200: answer_of(Completion)},
         openapi_extra=BodyOf(CompletionRequest),
     )(routes.completions)
 
@@ -195,12 +200,12 @@ def _add_retrieval(app: FastAPI, routes: RetrievalRoutes) -> None:
     """Add embeddings, in OpenAI's API, and reranking, in Jina's."""
     app.post(
         "/v1/embeddings",
-        responses={200: {"model": schema.EmbeddingList}},
+        responses={200: {"model": EmbeddingList}},
         openapi_extra=BodyOf(EmbeddingRequest),
     )(routes.embeddings)
     app.post(
         "/v1/rerank",
-        responses={200: {"model": schema.Reranked}},
+        responses={200: {"model": Reranked}},
         openapi_extra=BodyOf(RerankRequest),
     )(routes.rerank)
 

@@ -14,7 +14,7 @@ from typing import Any
 from minisgl_client.answer import Result
 from minisgl_client.errors import MinisglError
 
-from minisgl_gateway.answers import Counts
+from minisgl_gateway.counts import Counts
 from minisgl_gateway.engine_errors import api_error
 from minisgl_gateway.generation import Generation
 from minisgl_gateway.parts import AnswerReader, Piece

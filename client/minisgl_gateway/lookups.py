@@ -20,16 +20,16 @@ from starlette.requests import Request
 
 from minisgl_gateway import answer_schema as schema
 from minisgl_gateway.adapters import Adapters
-from minisgl_gateway.answers import Echo
 from minisgl_gateway.body import received
 from minisgl_gateway.chat import Chat, Template
-from minisgl_gateway.conversion import lookup_of
+from minisgl_gateway.completions.answers import Echo
+from minisgl_gateway.completions.schema import DetokenizeRequest, TokenizeRequest
+from minisgl_gateway.completions.translation import lookup_of
 from minisgl_gateway.engine_errors import api_error
 from minisgl_gateway.errors import deadline_passed, no_model
 from minisgl_gateway.gateway_options import GatewayOptions
 from minisgl_gateway.generation import Generation
 from minisgl_gateway.request_state import state_of
-from minisgl_gateway.schema import DetokenizeRequest, TokenizeRequest
 from minisgl_gateway.servers import Engine
 
 _ANSWER_S: Final = 2.0

@@ -22,14 +22,15 @@ from minisgl_client.answer import Result, TokenLogprobs
 from starlette.requests import Request
 from starlette.responses import Response
 
-from minisgl_gateway import answer_schema as schema
-from minisgl_gateway.answers import Counts
+from minisgl_gateway import retrieval_schema as schema
+from minisgl_gateway.counts import Counts
 from minisgl_gateway.engine_errors import api_error_of_finish
 from minisgl_gateway.errors import internal, invalid
 from minisgl_gateway.lookups import Lookups
-from minisgl_gateway.schema import MAX_LOGPROBS, EmbeddingRequest, RerankRequest, RetrievalRequest
+from minisgl_gateway.retrieval_schema import EmbeddingRequest, RerankRequest, RetrievalRequest
 from minisgl_gateway.servers import Engine
 from minisgl_gateway.service import Service
+from minisgl_gateway.strict_schema import MAX_LOGPROBS
 
 _BEFORE: Final = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and "

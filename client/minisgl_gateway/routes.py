@@ -13,8 +13,10 @@ from minisgl_client.errors import MinisglError
 from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 
-from minisgl_gateway.answers import Echo
-from minisgl_gateway.conversion import chat_of, completion_generations, num_samples
+from minisgl_gateway.completions.answers import Echo
+from minisgl_gateway.completions.rendering import ChatRenderer, CompletionRenderer
+from minisgl_gateway.completions.schema import ChatCompletionRequest, CompletionRequest
+from minisgl_gateway.completions.translation import chat_of, completion_generations, num_samples
 from minisgl_gateway.engine_errors import api_error
 from minisgl_gateway.errors import ApiError, shown, unsupported
 from minisgl_gateway.event_stream import gathered
@@ -27,14 +29,12 @@ from minisgl_gateway.messages.answer import CountedTokens
 from minisgl_gateway.messages.rendering import MessagesRenderer
 from minisgl_gateway.messages.schema import CountTokensRequest, MessagesRequest
 from minisgl_gateway.parts import AnswerReader
-from minisgl_gateway.renderers import ChatRenderer, CompletionRenderer
 from minisgl_gateway.request_state import state_of
 from minisgl_gateway.responses import answer as schema
 from minisgl_gateway.responses import translation as responses_api
 from minisgl_gateway.responses.memory import Kept, ResponseMemory
 from minisgl_gateway.responses.rendering import ResponseRenderer
 from minisgl_gateway.responses.schema import InputTokensRequest, ResponsesRequest
-from minisgl_gateway.schema import ChatCompletionRequest, CompletionRequest
 from minisgl_gateway.service import Service
 
 

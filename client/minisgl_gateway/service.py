@@ -20,9 +20,9 @@ from starlette.responses import Response
 
 from minisgl_gateway.adapters import Adapters
 from minisgl_gateway.admission import Admission
-from minisgl_gateway.answers import Counts
 from minisgl_gateway.body import received
 from minisgl_gateway.chat import Chat
+from minisgl_gateway.counts import Counts
 from minisgl_gateway.engine_errors import api_error
 from minisgl_gateway.errors import GONE, ApiError, client_gone
 from minisgl_gateway.event_stream import (

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, ClassVar, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -52,6 +52,24 @@ bounds them, too."""
 MAX_TOOLS: Final = 1024
 """The most tools of a request, as many as the engine's chat templates take: agents with MCP servers
 have hundreds."""
+
+
+MAX_LOGPROBS: Final = 20
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+
+
+def salt() -> Any:
+    """The field ``cachesalt``, by default none."""
+    return Field(
+        None,
+        min_length=1,
+        max_length=64,
+        pattern="^[A-Za-z0-9_-]*$",
+        description="prefixes are shared under equal salts only",
+    )
 
 
 def label(description: str = "a label; no effect") -> Any:

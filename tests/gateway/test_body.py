@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 from minisgl_gateway.body import parse
 from minisgl_gateway.chat import Template
-from minisgl_gateway.conversion import chat_of
+from minisgl_gateway.completions.schema import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerationRequest,
+)
+from minisgl_gateway.completions.translation import chat_of
 from minisgl_gateway.dialects.choice import dialect_of
 from minisgl_gateway.errors import ApiError
 from minisgl_gateway.generation import Policy
 from minisgl_gateway.messages.schema import MessagesRequest
 from minisgl_gateway.responses.schema import ResponsesRequest
-from minisgl_gateway.schema import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    GenerationRequest,
-)
 from minisgl_gateway.strict_schema import Body
 from pydantic import ValidationError
 

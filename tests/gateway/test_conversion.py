@@ -11,12 +11,12 @@ from minisgl_client.answer import ChatFormat
 from minisgl_client.errors import InvalidArgument
 from minisgl_gateway.body import parse
 from minisgl_gateway.chat import Chat, Template
-from minisgl_gateway.conversion import chat_of, completion_generations, lookup_of
+from minisgl_gateway.completions.rendering import ChatRenderer
+from minisgl_gateway.completions.schema import MAX_CHOICES, TokenizeRequest
+from minisgl_gateway.completions.translation import chat_of, completion_generations, lookup_of
 from minisgl_gateway.engine_errors import api_error
 from minisgl_gateway.errors import ApiError
 from minisgl_gateway.generation import Generation, Policy
-from minisgl_gateway.renderers import ChatRenderer
-from minisgl_gateway.schema import MAX_CHOICES, TokenizeRequest
 
 from tests.gateway.test_body import chat, completion
 

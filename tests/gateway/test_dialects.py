@@ -21,11 +21,11 @@ from minisgl_client.answer import ToolDialect as ToldDialect
 from minisgl_gateway.body import parse
 from minisgl_gateway.call_syntax import CalledTool
 from minisgl_gateway.chat import Chat, Template
-from minisgl_gateway.conversion import chat_of
+from minisgl_gateway.completions.schema import ChatCompletionRequest
+from minisgl_gateway.completions.translation import chat_of
 from minisgl_gateway.dialects.base import Dialect
 from minisgl_gateway.dialects.choice import dialect_of
 from minisgl_gateway.generation import Policy
-from minisgl_gateway.schema import ChatCompletionRequest
 from minisgl_gateway.tools import Calls, Tool
 
 from minisgl_backend.errors import InvalidRequest

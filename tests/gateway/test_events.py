@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 from minisgl_client.answer import Delta, TokenLogprob, TokenLogprobs
-from minisgl_gateway.answers import Counts, Echo, Heading
+from minisgl_gateway.completions.answers import Echo, Heading
+from minisgl_gateway.completions.events import ChatWriter, CompletionWriter, usage_event
+from minisgl_gateway.counts import Counts
 from minisgl_gateway.dialects.choice import dialect_of
 from minisgl_gateway.errors import ApiError
-from minisgl_gateway.events import ChatWriter, CompletionWriter, usage_event
 from minisgl_gateway.parts import AnswerReader, Ending, Piece
 from minisgl_gateway.renderers import Writer
 from minisgl_gateway.thinking import Thought

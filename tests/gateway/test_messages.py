@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from anthropic.types import RawMessageStreamEvent
 from minisgl_client.answer import ChatFormat, Delta, Result
-from minisgl_gateway.answers import Counts
 from minisgl_gateway.body import parse
 from minisgl_gateway.call_syntax import MOST_DEPTH, CalledTool
 from minisgl_gateway.chat import Chat, Template
+from minisgl_gateway.counts import Counts
 from minisgl_gateway.errors import ApiError, busy, internal, invalid, is_anthropic
 from minisgl_gateway.generation import MAX_STOPS, Policy
 from minisgl_gateway.keys import Keys

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from minisgl_client.answer import Delta, Result, TokenLogprob, TokenLogprobs
-from minisgl_gateway.answers import Counts
 from minisgl_gateway.body import parse
 from minisgl_gateway.call_syntax import CalledTool
 from minisgl_gateway.chat import Chat
+from minisgl_gateway.counts import Counts
 from minisgl_gateway.errors import ApiError, deadline_passed
 from minisgl_gateway.parts import AnswerReader, Ending, Part, Piece
 from minisgl_gateway.responses.answer import Response

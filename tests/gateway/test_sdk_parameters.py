@@ -8,9 +8,10 @@ import pytest
 from anthropic.types import message_count_tokens_params, message_create_params
 from anthropic.types.beta import message_count_tokens_params as beta_count_tokens_params
 from anthropic.types.beta import message_create_params as beta_create_params
+from minisgl_gateway.completions.schema import ChatCompletionRequest, CompletionRequest
 from minisgl_gateway.messages.schema import CountTokensRequest, MessagesRequest
 from minisgl_gateway.responses.schema import InputTokensRequest, ResponsesRequest
-from minisgl_gateway.schema import ChatCompletionRequest, CompletionRequest, EmbeddingRequest
+from minisgl_gateway.retrieval_schema import EmbeddingRequest
 from minisgl_gateway.strict_schema import Body
 from openai.types import completion_create_params, embedding_create_params
 from openai.types.chat import completion_create_params as chat_create_params

@@ -12,8 +12,8 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from minisgl_gateway.answers import Counts
 from minisgl_gateway.call_syntax import CalledTool
+from minisgl_gateway.counts import Counts
 from minisgl_gateway.errors import ApiError
 from minisgl_gateway.event_stream import named_event, to_json
 from minisgl_gateway.messages import answer as schema

@@ -1,6 +1,6 @@
 """The requests of the Messages API, field by field, as Anthropic names them.
 
-The same rules as in ``minisgl_gateway.schema``: what is not known is refused by name, and null is
+The same rules as in ``completions.schema``: what is not known is refused by name, and null is
 "not given".
 """
 

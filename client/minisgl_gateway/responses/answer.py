@@ -6,7 +6,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from minisgl_gateway.answer_schema import TokenLogprob, unless_null
+from minisgl_gateway.answer_schema import unless_null
+from minisgl_gateway.logprobs import TokenLogprob
 from minisgl_gateway.responses.schema import AllowedTools, FunctionChoice, Mode, Status
 
 

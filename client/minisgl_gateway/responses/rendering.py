@@ -15,11 +15,11 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from minisgl_gateway import answer_schema
-from minisgl_gateway.answers import Counts, chat_logprobs
 from minisgl_gateway.call_syntax import CalledTool
+from minisgl_gateway.counts import Counts
 from minisgl_gateway.errors import ApiError
 from minisgl_gateway.event_stream import named_event, to_json
+from minisgl_gateway.logprobs import TokenLogprob, token_logprobs
 from minisgl_gateway.parts import Piece
 from minisgl_gateway.responses import answer as schema
 from minisgl_gateway.responses.schema import (
@@ -45,7 +45,7 @@ class _OpenItem:
         self.thinks = thinks
         self.id = f"{'rs' if thinks else 'msg'}_{uuid.uuid4().hex}"
         self.texts: list[str] = []
-        self.logprobs: list[answer_schema.TokenLogprob] = []
+        self.logprobs: list[TokenLogprob] = []
 
     @property
     def part(self) -> schema.Thoughts | schema.AnsweredText:
@@ -108,7 +108,7 @@ class ResponseRenderer:
             told = {"response": self._response.model_dump()}
             events += [self._event(f"response.{name}", told) for name in ("created", "in_progress")]
         if self._num_logprobs is not None:
-            self._tokens.add(chat_logprobs(piece.source.logprobs, self._num_logprobs).content)
+            self._tokens.add(token_logprobs(piece.source.logprobs, self._num_logprobs))
         for part in piece.parts:
             if isinstance(part, CalledTool):
                 self._tokens.skip(part.arguments)

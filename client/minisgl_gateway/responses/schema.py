@@ -1,6 +1,6 @@
 """The request of the Responses API, field by field, as OpenAI names them.
 
-The same rules as in ``minisgl_gateway.schema``: what is not known is refused by name, and null is
+The same rules as in ``completions.schema``: what is not known is refused by name, and null is
 "not given". What an SDK adds to the items of an answer, and sends back with them, is taken and not
 used.
 """
@@ -13,12 +13,13 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 
 from minisgl_gateway.form_schema import TextForm
-from minisgl_gateway.schema import MAX_LOGPROBS, Effort
 from minisgl_gateway.strict_schema import (
+    MAX_LOGPROBS,
     MAX_MESSAGES,
     MAX_TOOLS,
     Body,
     DirectCaller,
+    Effort,
     PromptCacheOptions,
     Strict,
     by_type,

@@ -10,7 +10,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
 
-from minisgl_gateway.answer_schema import TokenLogprob
+from minisgl_gateway.logprobs import TokenLogprob
 
 
 class TextTokens:

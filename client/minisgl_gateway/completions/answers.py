@@ -15,8 +15,10 @@ from typing import Final, Literal, TypeAlias
 
 from minisgl_client.answer import Delta, Result, TokenLogprob, TokenLogprobs
 
-from minisgl_gateway import answer_schema as schema
 from minisgl_gateway.call_syntax import CalledTool
+from minisgl_gateway.completions import answer_schema as schema
+from minisgl_gateway.counts import Counts
+from minisgl_gateway.logprobs import token_logprobs
 from minisgl_gateway.parts import Piece
 
 _UTF8: Final = codecs.getincrementaldecoder("utf-8")
@@ -58,37 +60,6 @@ class Echo:
         return known + self.text[len(whole) :].encode()[:1] if part else known
 
 
-@dataclass(slots=True)
-class Counts:
-    """Tokens of a request so far; those of thoughts are included in those of the output."""
-
-    num_input_tokens: int = 0
-    num_output_tokens: int = 0
-    num_cached_tokens: int = 0
-    num_thought_tokens: int = 0
-
-    def add(self, part: Delta | Result, *, prompt: bool, num_thought_tokens: int = 0) -> None:
-        """Add a choice's tokens; with ``prompt``, at its end, also those of its prompt."""
-        self.num_output_tokens += part.num_output_tokens or 0
-        self.num_thought_tokens += num_thought_tokens
-        if prompt and part.finish_reason is not None:
-            self.num_input_tokens += part.num_input_tokens or 0
-            self.num_cached_tokens += part.num_cached_tokens or 0
-
-    @property
-    def usage(self) -> schema.Usage:
-        """The counts in OpenAI's form."""
-        return schema.Usage(
-            prompt_tokens=self.num_input_tokens,
-            completion_tokens=self.num_output_tokens,
-            total_tokens=self.num_input_tokens + self.num_output_tokens,
-            prompt_tokens_details=schema.PromptTokensDetails(cached_tokens=self.num_cached_tokens),
-            completion_tokens_details=schema.CompletionTokensDetails(
-                reasoning_tokens=self.num_thought_tokens
-            ),
-        )
-
-
 def chat_answer(
     heading: Heading,
     pieces: Sequence[Piece],
@@ -126,7 +97,7 @@ def chat_answer(
         created=heading.created,
         model=heading.model,
         choices=choices,
-        usage=counts.usage,
+        usage=usage_of(counts),
         prompt_logprobs=prompt_logprobs(pieces[0].source, num_prompt_logprobs),
     )
 
@@ -164,7 +135,19 @@ def completion_answer(
         created=heading.created,
         model=heading.model,
         choices=choices,
-        usage=counts.usage,
+        usage=usage_of(counts),
+    )
+
+
+def usage_of(counts: Counts) -> schema.Usage:
+    return schema.Usage(
+        prompt_tokens=counts.num_input_tokens,
+        completion_tokens=counts.num_output_tokens,
+        total_tokens=counts.num_input_tokens + counts.num_output_tokens,
+        prompt_tokens_details=schema.PromptTokensDetails(cached_tokens=counts.num_cached_tokens),
+        completion_tokens_details=schema.CompletionTokensDetails(
+            reasoning_tokens=counts.num_thought_tokens
+        ),
     )
 
 
@@ -192,22 +175,7 @@ def chat_finish(piece: Piece, call_form: CallForm) -> Literal["stop", "length"] 
 
 def chat_logprobs(tokens: Sequence[TokenLogprobs], num_top: int) -> schema.ChatLogprobs:
     """One element per token, with the ``num_top`` likeliest at its position."""
-    content = []
-    for token in tokens:
-        top = [
-            schema.TopLogprob(token=one.text, logprob=one.logprob, bytes=_bytes(one))
-            for one in token.top(num_top)
-        ]
-        chosen = token.chosen
-        content.append(
-            schema.TokenLogprob(
-                token=chosen.text,
-                logprob=chosen.logprob,
-                bytes=_bytes(chosen),
-                top_logprobs=top,
-            )
-        )
-    return schema.ChatLogprobs(content=content)
+    return schema.ChatLogprobs(content=token_logprobs(tokens, num_top))
 
 
 class TextOffsets:
@@ -285,7 +253,3 @@ def prompt_logprobs(result: Delta | Result, num_top: int | None) -> schema.Promp
         }
         for token in result.prompt_logprobs
     ]
-
-
-def _bytes(token: TokenLogprob) -> list[int] | None:
-    return None if token.utf8 is None else list(token.utf8)

@@ -10,9 +10,8 @@ from typing import Any, Final
 
 from minisgl_client.answer import TokenLogprobs
 
-from minisgl_gateway.answers import (
+from minisgl_gateway.completions.answers import (
     CallForm,
-    Counts,
     Echo,
     Heading,
     TextOffsets,
@@ -21,7 +20,9 @@ from minisgl_gateway.answers import (
     chat_logprobs,
     completion_logprobs,
     finish,
+    usage_of,
 )
+from minisgl_gateway.counts import Counts
 from minisgl_gateway.event_stream import to_json
 from minisgl_gateway.parts import Part, Piece
 from minisgl_gateway.thinking import Thought
@@ -144,7 +145,7 @@ class CompletionWriter:
 
 def usage_event(heading: Heading, kind: str, counts: Counts) -> bytes:
     """The chunk that ``include_usage`` asks for."""
-    usage = counts.usage.model_dump_json()
+    usage = usage_of(counts).model_dump_json()
     return f'{_start(heading, kind)},"choices":[],"usage":{usage}}}\n\n'.encode()
 
 
@@ -165,7 +166,7 @@ def _told(counts: Counts, piece: Piece) -> str:
     counts.num_cached_tokens = delta.num_cached_tokens or 0
     counts.num_output_tokens += delta.num_output_tokens or 0
     counts.num_thought_tokens += piece.num_thought_tokens
-    return f'}}],"usage":{counts.usage.model_dump_json()}}}\n\n'
+    return f'}}],"usage":{usage_of(counts).model_dump_json()}}}\n\n'
 
 
 def _end(usage: bool) -> str:

@@ -1,4 +1,4 @@
-"""The requests that the gateway takes, field by field, as OpenAI's API and vLLM's extras name them.
+"""Requests of completions, and for tokens, as OpenAI's API and vLLM's extras name their fields.
 
 Knows types and OpenAI's own ranges; the engine checks the rest, in the same words for all its
 clients. ``Body.not_offered`` is what callers may know from elsewhere but would not get here: it is
@@ -13,28 +13,29 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field
 
-from minisgl_gateway.form_schema import FormFields
-from minisgl_gateway.generation import MAX_STOPS, NO_LIMIT
-from minisgl_gateway.message_schema import (
+from minisgl_gateway.completions.message_schema import (
     ChatToolChoice,
     Messages,
     OlderChoice,
     OlderFunctions,
     Tools,
 )
-from minisgl_gateway.strict_schema import Body, PromptCacheOptions, Strict, label
+from minisgl_gateway.form_schema import FormFields
+from minisgl_gateway.generation import MAX_STOPS, NO_LIMIT
+from minisgl_gateway.strict_schema import (
+    MAX_LOGPROBS,
+    Body,
+    Effort,
+    PromptCacheOptions,
+    Strict,
+    TokenId,
+    TokenIds,
+    label,
+    salt,
+)
 
 MAX_CHOICES: Final = 64
 """The most choices of one request: ``n``, or ``best_of``, times the number of prompts."""
-MAX_LOGPROBS: Final = 20
-MAX_INPUTS: Final = 2048
-"""The most texts to embed, or documents to rank, in one request."""
-
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
-
-
 _BOTH: Final[dict[str, tuple[Any, ...]]] = {
     "allowed_token_ids": (),
     "bad_words": ([],),
@@ -81,17 +82,6 @@ _CHAT: Final[dict[str, tuple[Any, ...]]] = {
 _TOKENIZE: Final[dict[str, tuple[Any, ...]]] = {
     name: _CHAT[name] for name in ("chat_template", "continue_final_message", "mm_processor_kwargs")
 }
-
-
-def _salt() -> Any:
-    """The field ``cache_salt``, by default none."""
-    return Field(
-        None,
-        min_length=1,
-        max_length=64,
-        pattern="^[A-Za-z0-9_-]*$",
-        description="prefixes are shared under equal salts only",
-    )
 
 
 class StreamOptions(Strict):
@@ -145,7 +135,7 @@ class GenerationRequest(FormFields):
     ignore_eos: bool = False
     min_tokens: int = Field(0, ge=0, lt=2**31)
     stop_token_ids: list[TokenId] | None = Field(None, fail_fast=True)
-    cache_salt: str | None = _salt()
+    cache_salt: str | None = salt()
     priority: int = Field(0, gt=-(2**31), lt=2**31, description="lower goes first")
     prompt_logprobs: int | None = Field(
         None,
@@ -232,61 +222,6 @@ class ChatCompletionRequest(GenerationRequest):
     )
     stream_reasoning: bool | None = label("thoughts are streamed as they come; no effect")
     verbosity: str | None = label("not known to the model; no effect")
-
-
-class RetrievalRequest(Body):
-    """What requests of searches share."""
-
-    without_effect = frozenset({"user"})
-
-    model: str
-    cache_salt: str | None = _salt()
-    priority: int = Field(0, gt=-(2**31), lt=2**31, description="lower goes first")
-    user: str | None = label()
-
-
-class EmbeddingRequest(RetrievalRequest):
-    """Texts, or token ids, whose embeddings are asked for."""
-
-    not_offered = MappingProxyType(
-        {"add_special_tokens": (True,), "truncate_prompt_tokens": (), "normalize": (True,)}
-    )
-
-    input: (
-        str
-        | Annotated[list[str], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)]
-        | TokenIds
-        | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)]
-    )
-    encoding_format: Literal["float", "base64"] = "float"
-    dimensions: int | None = Field(
-        None, ge=1, lt=2**31, description="the first ones alone, again of length 1"
-    )
-
-
-class TextDocument(Strict):
-    """A document, which Jina's API accepts besides plain texts."""
-
-    text: str
-
-
-class RerankRequest(RetrievalRequest):
-    """Documents to be put in the order in which they meet a query."""
-
-    not_offered = MappingProxyType({"max_tokens_per_doc": (), "truncate_prompt_tokens": ()})
-
-    query: str
-    documents: Annotated[
-        list[str | TextDocument], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)
-    ]
-    instruction: str | None = Field(None, description="what the search is for, in a sentence")
-    top_n: int | None = Field(None, ge=1, lt=2**31, description="at most that many results")
-    return_documents: bool = True
-
-    @property
-    def texts(self) -> list[str]:
-        """Of the documents."""
-        return [of if isinstance(of, str) else of.text for of in self.documents]
 
 
 class TokenizeRequest(Body):

@@ -11,10 +11,7 @@ from typing import Any, Final, cast
 from minisgl_client.parameters import Parameters, StructuredOutputs
 
 from minisgl_gateway.chat import Chat
-from minisgl_gateway.errors import invalid, unsupported
-from minisgl_gateway.form_schema import form_of
-from minisgl_gateway.generation import Generation, Policy, shared_parameters
-from minisgl_gateway.message_schema import (
+from minisgl_gateway.completions.message_schema import (
     AllowedChatTools,
     Function,
     Message,
@@ -22,13 +19,16 @@ from minisgl_gateway.message_schema import (
     NamedTool,
     OlderFunction,
 )
-from minisgl_gateway.schema import (
+from minisgl_gateway.completions.schema import (
     MAX_CHOICES,
     ChatCompletionRequest,
     CompletionRequest,
     GenerationRequest,
     TokenizeRequest,
 )
+from minisgl_gateway.errors import invalid, unsupported
+from minisgl_gateway.form_schema import form_of
+from minisgl_gateway.generation import Generation, Policy, shared_parameters
 from minisgl_gateway.tools import Calls, Tool, allowed, call_of
 from minisgl_gateway.turns import with_one_beginning
 

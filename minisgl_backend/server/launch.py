@@ -12,7 +12,7 @@ import resource
 import signal
 import subprocess
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -46,7 +46,6 @@ class ServerOptions:
     metrics_port: int = 8002
     log_verbose: int = 0
     exit_timeout_s: int = 40
-    environment: Mapping[str, str] = field(default_factory=dict)
     adapters: Mapping[str, str] | None = None
 
     @property
@@ -89,7 +88,7 @@ def launch(
     backends = backends or installation.backends
     if backends is not None:
         arguments.append(f"--backend-directory={backends}")
-    environment = installation.environment({**os.environ, **options.environment})
+    environment = installation.environment(os.environ)
     environment[RUNTIME_DIRECTORY_VARIABLE] = str(directory)
     environment[HTTP_URL_VARIABLE] = url
     return subprocess.Popen(

@@ -63,7 +63,7 @@ while True:
 '''
 def load(name):
     (place / ("broken-" + name)).unlink(missing_ok=True)
-    command = [sys.executable, "-c", MODEL, str(place), name, os.environ["NUM_INSIDE"]]
+    command = [sys.executable, "-c", MODEL, str(place), name, "{num_inside}"]
     subprocess.Popen(command)
     while not list(place.glob("heartbeat.*." + name)):
         pass
@@ -87,9 +87,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
     def log_message(self, *args):
         pass
-hangs = os.environ.get("HANGS")
-if hangs and pathlib.Path(hangs).exists():
-    pathlib.Path(hangs).unlink()
+hangs = pathlib.Path({hangs!r})
+if hangs.is_file():
+    hangs.unlink()
     signal.pause()
 for name in {models!r}:
     load(name)
@@ -123,7 +123,14 @@ class World:
         """If there is a file ``hangs``, the next start removes it and hangs forever."""
         root = str(Path(__file__).parents[3])
         binary = folder / "tritonserver"
-        binary.write_text(FAKE.format(python=sys.executable, root=root, models=MODELS))
+        program = FAKE.format(
+            python=sys.executable,
+            root=root,
+            models=MODELS,
+            num_inside=num_inside,
+            hangs=str(hangs or ""),
+        )
+        binary.write_text(program)
         binary.chmod(0o755)
         self.servers: list[TritonServer] = []
         self.refuses_to_start = False
@@ -139,10 +146,7 @@ class World:
             return self.servers[-1]
 
         made = threading.Event()
-        environment = {"NUM_INSIDE": str(num_inside), "HANGS": str(hangs or "")}
-        options = ServerOptions(
-            http_port=0, grpc_port=0, metrics_port=0, exit_timeout_s=1, environment=environment
-        )
+        options = ServerOptions(http_port=0, grpc_port=0, metrics_port=0, exit_timeout_s=1)
 
         def live() -> None:
             self.supervisor = Supervisor(start, options, first_pause_s=0.01)

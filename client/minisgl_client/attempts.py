@@ -22,6 +22,11 @@ _LONGEST_PAUSE_S: Final = 5.0
 _INT32_MAX: Final = 2**31 - 1
 
 
+def wait_s(timeout_ms: int | None) -> float | None:
+    """How long this side waits for an answer that the server ends after ``timeout_ms``."""
+    return None if timeout_ms is None else timeout_ms / 1000 + GRACE_S
+
+
 class Attempts:
     """The attempts of one request; made when the request is called."""
 

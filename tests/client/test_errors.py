@@ -16,10 +16,9 @@ from minisgl_client import (
     Timeout,
     Unavailable,
     Unsupported,
+    attempts,
 )
 from minisgl_client.errors import Cancelled, error_from
-from minisgl_client.transport import grpc as grpc_transport
-from minisgl_client.transport import http as http_transport
 
 from minisgl_backend import errors as backend
 from minisgl_backend.server.process import TritonServer
@@ -257,8 +256,7 @@ def test_deadline(paced_server: TritonServer, way: Way, monkeypatch: pytest.Monk
         except Timeout:  # a busy machine has nothing yet; the whole answer takes 40 s
             return ask(4 * timeout_ms, of_client=of_client)
 
-    for transport in (grpc_transport, http_transport):  # so that it is the engine that ends it
-        monkeypatch.setattr(transport, "GRACE_S", PATIENCE_S)
+    monkeypatch.setattr(attempts, "GRACE_S", PATIENCE_S)  # so that it is the engine that ends it
     for of_client in (False, True):
         result = ask(300, of_client=of_client)
         assert result.finish_reason == "timeout"

@@ -26,9 +26,9 @@ from minisgl_client import (
     ServerError,
     Timeout,
     Unavailable,
+    attempts,
 )
 from minisgl_client.attempts import Attempts
-from minisgl_client.transport import grpc as grpc_transport
 from minisgl_client.transport import http as http_transport
 from tritonclient.grpc import service_pb2
 
@@ -259,7 +259,7 @@ def test_http_to_the_port_of_grpc() -> None:
 
 def test_an_endless_answer_ends_with_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     """Although something comes again and again; gRPC has this built in."""
-    monkeypatch.setattr(http_transport, "GRACE_S", -1.0)
+    monkeypatch.setattr(attempts, "GRACE_S", -1.0)
     events = http_transport._Events(timeout_ms=500)
     with pytest.raises(Timeout, match="no end in time"):
         events.feed(b"data: {}")
@@ -288,8 +288,7 @@ def test_threads_that_ask_at_once_share_one_transport(monkeypatch: pytest.Monkey
 def test_a_server_that_says_nothing(
     way: Way, answer: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grpc_transport, "GRACE_S", 0.1)
-    monkeypatch.setattr(http_transport, "GRACE_S", 0.1)
+    monkeypatch.setattr(attempts, "GRACE_S", 0.1)
     script = Script([answer])
     with serving(way, script) as url, pytest.raises(Timeout):
         way.stream(url, {"timeout_s": 1.0}, prompt="x")

@@ -19,7 +19,7 @@ import grpc.aio
 from tritonclient.grpc import service_pb2
 
 from minisgl_client.answer import Delta, LoraAdapter, Tokens
-from minisgl_client.attempts import GRACE_S
+from minisgl_client.attempts import wait_s
 from minisgl_client.errors import (
     Cancelled,
     ConnectionFailed,
@@ -83,7 +83,7 @@ class GrpcTransport:
 
     def _called(self, request: Request, timeout_ms: int | None) -> Any:
         message = request.to_grpc(timeout_ms)
-        return self._infer(message, timeout=_timeout_s(timeout_ms), metadata=self._metadata)
+        return self._infer(message, timeout=wait_s(timeout_ms), metadata=self._metadata)
 
     def is_ready(self, model: str) -> bool:
         request = service_pb2.ModelReadyRequest(name=model)
@@ -152,7 +152,7 @@ class AsyncGrpcTransport:
     def _called(self, request: Request, timeout_ms: int | None) -> Any:
         self._connect()
         message = request.to_grpc(timeout_ms)
-        return self._infer(message, timeout=_timeout_s(timeout_ms), metadata=self._metadata)
+        return self._infer(message, timeout=wait_s(timeout_ms), metadata=self._metadata)
 
     async def is_ready(self, model: str) -> bool:
         self._connect()
@@ -212,11 +212,6 @@ def _first(messages: Sequence[Any]) -> Any:
 
 def _metadata(headers: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
     return tuple((name.lower(), value) for name, value in headers.items())
-
-
-def _timeout_s(timeout_ms: int | None) -> float | None:
-    """How long this side waits for an answer that the server ends after ``timeout_ms``."""
-    return None if timeout_ms is None else timeout_ms / 1000 + GRACE_S
 
 
 def _error_of(error: Any) -> MinisglError:

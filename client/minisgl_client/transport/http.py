@@ -18,7 +18,7 @@ from urllib.parse import quote
 import httpx
 
 from minisgl_client.answer import Delta, LoraAdapter, Tokens
-from minisgl_client.attempts import GRACE_S
+from minisgl_client.attempts import wait_s
 from minisgl_client.errors import (
     ConnectionFailed,
     ConnectionLost,
@@ -48,7 +48,8 @@ class _Events:
     """What both kinds of calls know: bytes in, deltas out, and the deadline."""
 
     def __init__(self, timeout_ms: int | None) -> None:
-        self._deadline_s = None if timeout_ms is None else _wait_s(timeout_ms) + time.monotonic()
+        left_s = wait_s(timeout_ms)
+        self._deadline_s = None if left_s is None else left_s + time.monotonic()
         self._reader = EventReader()
         self._waiting: deque[bytes] = deque()
 
@@ -196,18 +197,13 @@ def _post(
     request: Request, timeout_ms: int | None, method: str = "generate_stream"
 ) -> dict[str, Any]:
     """The arguments of ``build_request``."""
-    wait_s = None if timeout_ms is None else _wait_s(timeout_ms)
+    left_s = wait_s(timeout_ms)
     return {
         "method": "POST",
         "url": f"/v2/models/{quote(request.model, safe='')}/{method}",
         "content": request.to_json(timeout_ms),
-        "timeout": httpx.Timeout(wait_s, connect=_CONNECT_S if wait_s is None else wait_s),
+        "timeout": httpx.Timeout(left_s, connect=_CONNECT_S if left_s is None else left_s),
     }
-
-
-def _wait_s(timeout_ms: int) -> float:
-    """How long this side waits for an answer that the server ends after ``timeout_ms``."""
-    return timeout_ms / 1000 + GRACE_S
 
 
 def _ready_path(model: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from minisgl_client.answer import (
@@ -27,12 +27,8 @@ from minisgl_client.wire import ADAPTER_LIST, OUTPUTS, TOKENIZER_OUTPUTS
 
 def deltas_of_message(message: Any) -> list[Delta]:
     """The deltas of a ``ModelStreamInferResponse``, by sample."""
-    if message.error_message:
-        raise error_from(message.error_message)
-    response = message.infer_response
     values = {}
-    for output, raw in zip(response.outputs, response.raw_output_contents, strict=True):
-        name = output.name
+    for name, raw in _outputs(message):
         if (read := _READ.get(name)) is not None:
             values[name] = read(raw)
     return _deltas(values)
@@ -40,9 +36,23 @@ def deltas_of_message(message: Any) -> list[Delta]:
 
 def deltas_of_event(event: Mapping[str, Any]) -> list[Delta]:
     """The deltas of an event of ``/generate_stream``, given as JSON."""
-    if "error" in event:
-        raise error_from(str(event["error"]))
-    return _deltas(_lists(event, _READ))
+    return _deltas(_lists(_checked(event), _READ))
+
+
+def _outputs(message: Any) -> Iterable[tuple[str, bytes]]:
+    """The tensors of a message by name. Raises the error that it holds."""
+    if message.error_message:
+        raise error_from(message.error_message)
+    response = message.infer_response
+    names = [output.name for output in response.outputs]
+    return zip(names, response.raw_output_contents, strict=True)
+
+
+def _checked(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The fields of an answer in JSON. Raises the error that they hold."""
+    if "error" in fields:
+        raise error_from(str(fields["error"]))
+    return fields
 
 
 def _lists(fields: Mapping[str, Any], names: Container[str]) -> dict[str, list[Any]]:
@@ -162,39 +172,29 @@ def _times(values: Mapping[str, Sequence[int]]) -> Times:
 
 def tokens_of_message(message: Any) -> Tokens:
     """What the tokenizer says in a ``ModelStreamInferResponse``."""
-    if message.error_message:
-        raise error_from(message.error_message)
-    response = message.infer_response
-    found = {}
-    for output, raw in zip(response.outputs, response.raw_output_contents, strict=True):
-        if (datatype := TOKENIZER_OUTPUTS.get(output.name)) is not None:
-            found[output.name] = _TYPES[datatype](raw)
-    return _tokens(found)
+    return _tokens(
+        {
+            name: _TYPES[TOKENIZER_OUTPUTS[name]](raw)
+            for name, raw in _outputs(message)
+            if name in TOKENIZER_OUTPUTS
+        }
+    )
 
 
 def tokens_of_json(fields: Mapping[str, Any]) -> Tokens:
     """The same in its answer to ``/generate``."""
-    if "error" in fields:
-        raise error_from(str(fields["error"]))
-    return _tokens(_lists(fields, TOKENIZER_OUTPUTS))
+    return _tokens(_lists(_checked(fields), TOKENIZER_OUTPUTS))
 
 
 def adapters_of_message(message: Any) -> tuple[LoraAdapter, ...]:
     """What the engine answers to an order about adapters in a ``ModelStreamInferResponse``."""
-    if message.error_message:
-        raise error_from(message.error_message)
-    response = message.infer_response
-    for output, raw in zip(response.outputs, response.raw_output_contents, strict=True):
-        if output.name == ADAPTER_LIST:
-            return _adapters(_strings(raw)[0])
-    return _adapters(None)
+    found = [_strings(raw)[0] for name, raw in _outputs(message) if name == ADAPTER_LIST]
+    return _adapters(found[0] if found else None)
 
 
 def adapters_of_json(fields: Mapping[str, Any]) -> tuple[LoraAdapter, ...]:
     """The same in the answer of ``/generate``."""
-    if "error" in fields:
-        raise error_from(str(fields["error"]))
-    return _adapters(fields.get(ADAPTER_LIST))
+    return _adapters(_checked(fields).get(ADAPTER_LIST))
 
 
 def _adapters(text: str | None) -> tuple[LoraAdapter, ...]:

@@ -6,7 +6,7 @@ Must not know what any value means.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -15,6 +15,7 @@ import triton_python_backend_utils as pb_utils
 
 from minisgl_backend.errors import InvalidRequest
 from minisgl_backend.limits import Limits
+from minisgl_backend.wire.answer import texts_array
 
 Arrays: TypeAlias = Mapping[str, npt.NDArray[Any]]
 
@@ -66,11 +67,6 @@ def checked_size(request: Any, arrays: Arrays, limits: Limits) -> int:
 def text_array(text: str) -> npt.NDArray[np.object_]:
     """An array of one string."""
     return texts_array([text])
-
-
-def texts_array(texts: Sequence[str]) -> npt.NDArray[np.object_]:
-    """An array of strings."""
-    return np.array([text.encode() for text in texts], dtype=np.object_)
 
 
 def bytes_array(data: bytes) -> npt.NDArray[np.uint8]:

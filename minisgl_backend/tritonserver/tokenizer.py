@@ -50,8 +50,8 @@ from minisgl_backend.tritonserver.tensors import (
     read_inputs,
     read_parameters,
     text_array,
-    texts_array,
 )
+from minisgl_backend.wire.answer import texts_array
 from minisgl_backend.wire.generation import Generation, Stopped, StopRequest
 from minisgl_backend.wire.parameters import (
     CHAT_FORMAT,

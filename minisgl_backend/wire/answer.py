@@ -90,18 +90,18 @@ def answer_arrays(
     samples = answer.samples
     arrays: dict[str, npt.NDArray[Any]] = {}
     if samples[0].text is not None:
-        arrays["text_output"] = _strings([one.text or "" for one in samples])
+        arrays["text_output"] = texts_array([one.text or "" for one in samples])
     else:
         ids = [token_id for one in samples for token_id in one.token_ids]
         arrays[OUTPUT_IDS.name] = np.array(ids, dtype=np.int32)
     if wanted is NOTHING:
         return arrays
     if wanted.finish_reason:
-        arrays["finish_reason"] = _strings(
+        arrays["finish_reason"] = texts_array(
             [one.finish.value if one.finish else _UNFINISHED for one in samples]
         )
     if wanted.stop_reason:
-        arrays["stop_reason"] = _strings([_encode(one.stop_reason) for one in samples])
+        arrays["stop_reason"] = texts_array([_encode(one.stop_reason) for one in samples])
     if wanted.num_input_tokens:
         arrays["num_input_tokens"] = np.array([answer.num_input_tokens], dtype=np.uint32)
     if wanted.num_output_tokens:
@@ -117,13 +117,13 @@ def answer_arrays(
             arrays["cum_log_probs"] = sums
             arrays["output_log_probs"] = _rows([one.logprobs for one in samples])
     if wanted.logprobs:
-        arrays["logprobs"] = _strings(
+        arrays["logprobs"] = texts_array(
             [logprobs_json(one.token_ids, one.logprobs, token_bytes) for one in samples]
         )
     elif wanted.null_logprobs:
-        arrays["logprobs"] = _strings(["null"] * len(samples))
+        arrays["logprobs"] = texts_array(["null"] * len(samples))
     if wanted.prompt_logprobs:
-        arrays["prompt_logprobs"] = _strings([f"[{','.join(answer.prompt_logprobs)}]"])
+        arrays["prompt_logprobs"] = texts_array([f"[{','.join(answer.prompt_logprobs)}]"])
     if answer.embedding is not None:
         arrays["embedding"] = answer.embedding
     if wanted.perf_metrics and (times := answer.times) is not None:
@@ -199,5 +199,6 @@ def _rows(logprobs: Sequence[Sequence[TokenLogprobs]]) -> npt.NDArray[Any]:
     return rows
 
 
-def _strings(texts: Sequence[str]) -> npt.NDArray[Any]:
+def texts_array(texts: Sequence[str]) -> npt.NDArray[np.object_]:
+    """An array of strings."""
     return np.array([text.encode() for text in texts], dtype=np.object_)

@@ -12,15 +12,8 @@ from __future__ import annotations
 from collections.abc import Generator
 from typing import Final
 
-from minisgl_gateway.call_syntax import (
-    CalledTool,
-    Following,
-    NotACall,
-    Syntax,
-    blanks,
-    mark,
-    name_before,
-)
+from minisgl_gateway.call_syntax import CalledTool, Following, Syntax, mark, name_before
+from minisgl_gateway.json_reading import NotACall, blanks
 from minisgl_gateway.written_objects import Notation, Text, object_in
 
 OPENING: Final = "<|tool_call>"

@@ -11,19 +11,28 @@
 ``tagged_calls``, ``bare_calls`` and ``python_calls`` have those whose arguments are not one JSON
 object.
 
-Calls are read character by character, since they come in pieces of any size; so JSON, too, is read
-by generators to which characters are sent. Must not know the text around calls (``tool_calls``).
+Calls are read character by character, since they come in pieces of any size. Must not know the text
+around calls (``tool_calls``).
 """
 
 from __future__ import annotations
 
 import json
-import re
 import string
-from collections.abc import Callable, Collection, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Final, TypeAlias
+from typing import Final, TypeAlias
+
+from minisgl_gateway.json_reading import (
+    NotACall,
+    Reading,
+    blanks,
+    read_string,
+    read_value,
+    sendable,
+    word_of,
+)
 
 PYTHON_TAG: Final = "<|python_tag|>"
 CALL_ID: Final = "[CALL_ID]"
@@ -34,15 +43,8 @@ RESPONSES: Final = (
 )
 """The marks around a text of Command's, by its version."""
 
-BLANKS: Final = " \t\n\r"
-MOST_DEPTH: Final = 200
-"""The limit on nested arrays and objects; pydantic writes some 250, also those around arguments."""
 MOST_NAME_CHARS: Final = 256
-_MOST_WORD_CHARS: Final = 1024
-"""The limit on a number's length; Python reads integers of up to 4,300 digits."""
 _NAME_CHARS: Final = frozenset(string.ascii_letters + string.digits + "_.-")
-PYTHON_WORDS: Final = {"True": "true", "False": "false", "None": "null"}
-"""What templates write for these values, since they are programs in Python."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +53,6 @@ class CalledTool:
 
     name: str
     arguments: str
-
-
-class NotACall(Exception):
-    """The character just read shows that the text is not a call. The ``num_read`` characters before
-    it, taken for a mark that did not continue, may be the beginning of another call."""
-
-    def __init__(self, num_read: int = 0) -> None:
-        super().__init__()
-        self.num_read = num_read
 
 
 Following: TypeAlias = Generator[CalledTool | None, str, CalledTool | None]
@@ -115,7 +108,7 @@ def _follow_mistral() -> Following:
     if char != "{":
         raise NotACall
     written: list[str] = []
-    yield from _value(char, written)
+    yield from read_value(char, written)
     return CalledTool(name, sendable("".join(written)))
 
 
@@ -178,32 +171,12 @@ def _called(members: Mapping[str, str], key: str = "name") -> CalledTool:
     return CalledTool(name, sendable(arguments))
 
 
-_ESCAPE: Final = re.compile(
-    r"(?P<pair>\\u[dD][89abAB]..\\u[dD][c-fC-F]..)|(?P<lone>\\u[dD][89a-fA-F]..)|\\.", re.DOTALL
-)
-
-
-def as_json(value: Any) -> str:
-    """A value as templates and models write JSON."""
-    return json.dumps(value, ensure_ascii=False)
-
-
-def sendable(arguments: str) -> str:
-    """JSON without halves of surrogate pairs: strings that hold one cannot be encoded."""
-    return _ESCAPE.sub(lambda found: r"\ufffd" if found["lone"] else found[0], arguments)
-
-
 def _without_surrogates(text: str) -> str:
     return text.encode(errors="replace").decode()
 
 
-# --- JSON, character by character ----------------------------------------------------------------
-
-_Reading: TypeAlias = Generator[None, str, str]
 _FIRSTS: Final = {"arguments": "{", "parameters": "{", "type": '"'}
 """What the values of a call's members begin with, beside its name."""
-_WORD: Final = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?|true|false|null", re.A)
-WORD_CHARS: Final = frozenset("+-.0123456789abcdefghijklmnopqrstuvwxyzE")
 
 
 def _members(
@@ -220,7 +193,7 @@ def _members(
         if char != '"':
             raise NotACall
         written = [char]
-        yield from _string(written)
+        yield from read_string(written)
         key = json.loads("".join(written))
         if key in members or not (others or key in firsts):
             raise NotACall
@@ -230,7 +203,7 @@ def _members(
         if char != firsts.get(key, char):
             raise NotACall
         written = []
-        behind = yield from _value(char, written)
+        behind = yield from read_value(char, written)
         members[key] = "".join(written)
         char = yield from blanks(first=behind)
         if char == ",":
@@ -242,146 +215,10 @@ def _members(
     return members
 
 
-def _value(first: str, written: list[str]) -> _Reading:
-    """Append a value to what is written. Returns the character after it if that was read, since
-    nothing else ends a number, else ""."""
-    char = first
-    closings: list[str] = []
-    while True:
-        written.append(char)
-        behind = ""
-        if char in "{[":
-            if len(closings) == MOST_DEPTH:
-                raise NotACall
-            closings.append("}" if char == "{" else "]")
-            char = yield from blanks(written)
-            if char != closings[-1]:
-                if closings[-1] == "}":
-                    char = yield from _key(char, written)
-                continue
-            written.append(closings.pop())
-        elif char == '"':
-            yield from _string(written)
-        else:
-            behind = yield from _word(char, written)
-        while True:
-            if not closings:
-                return behind
-            char = yield from blanks(written, behind)
-            behind = ""
-            if char != closings[-1]:
-                break
-            written.append(closings.pop())
-        if char != ",":
-            raise NotACall
-        written.append(char)
-        char = yield from blanks(written)
-        if closings[-1] == "}":
-            char = yield from _key(char, written)
+# --- marks and names -----------------------------------------------------------------------------
 
 
-def _key(first: str, written: list[str]) -> _Reading:
-    """Append a key and its colon; returns the first character of the value."""
-    if first != '"':
-        raise NotACall
-    written.append(first)
-    yield from _string(written)
-    if (yield from blanks(written)) != ":":
-        raise NotACall
-    written.append(":")
-    return (yield from blanks(written))
-
-
-def _string(written: list[str]) -> Generator[None, str, None]:
-    """Append a string whose first quote is read."""
-    while True:
-        char = yield
-        written.append(char)
-        if char == '"':
-            return
-        if char < " ":
-            raise NotACall
-        if char == "\\":
-            char = yield
-            written.append(char)
-            if char == "u":
-                for _ in range(4):
-                    char = yield
-                    if char not in "0123456789abcdefABCDEF":
-                        raise NotACall
-                    written.append(char)
-            elif char not in '"\\/bfnrt':
-                raise NotACall
-
-
-def _word(first: str, written: list[str]) -> _Reading:
-    """Append the rest of a number or a literal; returns the character after it."""
-    word, char = yield from word_of(first, WORD_CHARS)
-    if not _WORD.fullmatch(word):
-        raise NotACall
-    written += word[1:]
-    return char
-
-
-def word_of(
-    first: str, chars: Collection[str], *, most: int = _MOST_WORD_CHARS
-) -> Generator[None, str, tuple[str, str]]:
-    """A word of at most ``most`` of the ``chars``, which may be empty, and the character after
-    it."""
-    word: list[str] = []
-    char = first
-    while char in chars:
-        word.append(char)
-        if len(word) > most:
-            raise NotACall
-        char = yield
-    return "".join(word), char
-
-
-def blanks(written: list[str] | None = None, first: str = "") -> _Reading:
-    """The first character that is not blank, after ``first`` if that was read; blanks are
-    appended."""
-    char = first or (yield)
-    while char in BLANKS:
-        if written is not None:
-            written.append(char)
-        char = yield
-    return char
-
-
-def kind_of_json(text: str) -> str | None:
-    """The type, as schemas name it, of the JSON value that a text is; None if it is none, or nested
-    too deeply."""
-    if not text:
-        return None
-    reading, num_read = _value(text[0], []), 1
-    try:
-        next(reading)
-        for char in f"{text[1:]} ":  # the blank ends a number or a literal
-            num_read += 1
-            reading.send(char)
-    except NotACall:
-        return None
-    except StopIteration:
-        if num_read == len(text) + (text[0] not in '{["'):
-            return _KINDS.get(text[0]) or ("number" if set(".eE") & set(text) else "integer")
-    return None
-
-
-_KINDS: Final = {
-    "{": "object",
-    "[": "array",
-    '"': "string",
-    "t": "boolean",
-    "f": "boolean",
-    "n": "null",
-}
-
-
-# --- marks ---------------------------------------------------------------------------------------
-
-
-def mark(*marks: str, first: str = "") -> _Reading:
+def mark(*marks: str, first: str = "") -> Reading:
     """Whichever of the marks comes; ``first`` is its first character if that was read."""
     read = ""
     while read not in marks:

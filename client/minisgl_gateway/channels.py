@@ -21,7 +21,8 @@ from typing import Final
 
 from minisgl_client import strict_json
 
-from minisgl_gateway.call_syntax import MOST_DEPTH, CalledTool, sendable
+from minisgl_gateway.call_syntax import CalledTool
+from minisgl_gateway.json_reading import MOST_DEPTH, sendable
 from minisgl_gateway.marks import begun_mark
 from minisgl_gateway.thinking import Thought
 

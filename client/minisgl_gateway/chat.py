@@ -15,11 +15,9 @@ JSON, or how a server is reached.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 from minisgl_client import strict_json
 from minisgl_client.answer import ChatFormat
@@ -27,18 +25,15 @@ from minisgl_client.parameters import Parameters, StructuredOutputs
 
 from minisgl_gateway import errors
 from minisgl_gateway.channels import ChannelReader
-from minisgl_gateway.content import texts_of
 from minisgl_gateway.dialects.base import Dialect, DialectName
 from minisgl_gateway.dialects.choice import dialect_of
 from minisgl_gateway.errors import invalid
 from minisgl_gateway.generation import MAX_STOPS, Generation, Policy, shared_parameters
 from minisgl_gateway.parts import AnswerReader
 from minisgl_gateway.tagged_values import kinds_of
+from minisgl_gateway.template import Template, Wishes
 from minisgl_gateway.thinking import ThinkingReader
 from minisgl_gateway.tools import Calls, Tool
-
-_SWITCH: Final = re.compile(r"/(?:no_)?think\b|detailed thinking (?:on|off)")
-"""What callers write into a message to make a model think or not, if its template looks for it."""
 
 
 class Rendering(NamedTuple):
@@ -61,10 +56,8 @@ class Chat:
     ``form_param``, ``tools_param`` and ``stop_param`` are the caller's parameters that asked for
     the form, the tools and the stop strings; errors about them use these names.
 
-    ``thinks`` and ``effort`` are wishes, which are passed to templates with such a variable
-    (``enable_thinking``, ``reasoning_effort``); None leaves the choice to the template. With
-    ``separates_thoughts``, what the model thinks comes as ``Thought`` instead of with the text.
-    ``variables`` are further variables that the caller gives to the template.
+    ``wishes`` are for the template. With ``separates_thoughts``, what the model thinks comes as
+    ``Thought`` instead of with the text.
 
     ``parameters`` are the caller's sampling parameters, by the engine's names. ``max_tokens`` is
     None if the caller gave none, and ``NO_LIMIT`` for as many as there is room for. With
@@ -78,10 +71,8 @@ class Chat:
     form: Mapping[str, Any] | None = None
     form_param: str = "response_format"
     tools_param: str = "tools"
-    thinks: bool | None = None
-    effort: str | None = None
+    wishes: Wishes = field(default_factory=Wishes)
     separates_thoughts: bool = True
-    variables: Mapping[str, Any] = field(default_factory=dict)
     add_generation_prompt: bool = True
     parameters: Parameters = field(default_factory=Parameters)
     max_tokens: int | None = None
@@ -104,21 +95,17 @@ class Chat:
         asks = self.form is not None or self.calls.required
         return self.offers_tools and (asks or any(tool.strict for tool in self.tools))
 
-    def probe(self) -> list[dict[str, str]]:
-        """A short chat that templates begin to answer as they do this one: all that is left of the
-        messages are the last switches for thoughts."""
-        system, user = (self._last_switch(role) for role in ("system", "user"))
-        before = [{"role": "system", "content": system}] if system else []
-        return [*before, {"role": "user", "content": f"Hi {user}".rstrip()}]
+    def template(
+        self, chat_format: ChatFormat | None, dialect: DialectName | None = None
+    ) -> Template:
+        """The template as it is for this chat, from its ``chat_format``, which is None if unknown.
 
-    def _last_switch(self, role: str) -> str:
-        for message in reversed(self.messages):
-            texts = texts_of(message.get("content")) if message["role"] == role else ()
-            for text in reversed(texts):
-                if found := _SWITCH.findall(text):
-                    last: str = found[-1]
-                    return last
-        return ""
+        ``dialect`` is the operator's choice, if any.
+        """
+        found = dialect_of(chat_format, dialect)
+        if self.enforces_calls:
+            found = found.enforcing(self.tools, self.calls)
+        return Template.of(chat_format, found, self.wishes)
 
     def complaint(self, dialect: Dialect, message: str) -> tuple[str, str]:
         """An error of the engine about the form of the answer: the caller's parameter that is at
@@ -132,41 +119,6 @@ class Chat:
         if is_either:
             return self.form_param, message.replace("#/otherwise", "#")
         return self.tools_param, message
-
-    def variables_for(self, chat_format: ChatFormat | None) -> dict[str, Any]:
-        """The variables for a template: the wishes for which it has variables, and those that the
-        caller gives."""
-        known = _known(chat_format)
-        variables: dict[str, Any] = {}
-        effort = self.effort
-        if _has_channels(chat_format):
-            effort = _HARMONY_EFFORTS.get(effort or "")
-        if effort is not None and "reasoning_effort" in known:
-            variables["reasoning_effort"] = effort
-        if (thinks := self._thinks) is not None:
-            variables |= {name: thinks for name in _THINKS if name in known}
-        return {**variables, **self.variables}
-
-    def unfulfilled(self, chat_format: ChatFormat | None) -> list[str]:
-        """The wishes for which a template has no variable and which it does not fulfil anyway."""
-        known = _known(chat_format)
-        decides = any(name in known for name in _THINKS)
-        thinks_anyway = chat_format is not None and chat_format.thinking is not None
-        names = []
-        if self.thinks is not None and not decides and self.thinks is not thinks_anyway:
-            names.append("enable_thinking")
-        is_told = "reasoning_effort" in known
-        if _has_channels(chat_format):
-            is_told = is_told and self.effort in _HARMONY_EFFORTS
-        if self.effort is not None and not decides and not is_told:
-            names.append("reasoning_effort")
-        return names
-
-    @property
-    def _thinks(self) -> bool | None:
-        if self.thinks is None and self.effort is not None:
-            return self.effort != "none"
-        return self.thinks
 
     def reader(self, template: Template, own_stop: str | None = None) -> AnswerReader:
         """A reader for one choice."""
@@ -297,65 +249,3 @@ def _no_object(tool: Tool) -> str:
             got = errors.shown(value)
             return f"{key} must allow an object, got {got}, at {tool.name}#/{key}"
     return ""
-
-
-def _has_channels(chat_format: ChatFormat | None) -> bool:
-    return chat_format is not None and chat_format.tool_dialect == "harmony"
-
-
-_HARMONY_EFFORTS: Final = MappingProxyType(
-    {
-        "minimal": "low",
-        "low": "low",
-        "medium": "medium",
-        "high": "high",
-        "xhigh": "high",
-        "max": "high",
-    }
-)
-"""The efforts of models with channels, by the caller's wish; such models always think."""
-_THINKS: Final = ("enable_thinking", "thinking")
-"""Names of the variable in templates that decides whether the model thinks."""
-
-
-@dataclass(frozen=True, slots=True)
-class Template:
-    """The model's chat template, as far as the answer to one chat depends on it.
-
-    ``dialect`` is how tool calls are written; ``variables`` are those given to the template;
-    ``thinking`` are the marks around thoughts, if there can be any, which the prompt may have
-    begun. ``unfulfilled`` are the names of wishes that the template cannot fulfil.
-    """
-
-    dialect: Dialect
-    variables: Mapping[str, Any] = field(default_factory=dict)
-    thinking: tuple[str, str] | None = None
-    begins_thinking: bool = False
-    unfulfilled: Sequence[str] = ()
-
-    @classmethod
-    def of(
-        cls, chat: Chat, chat_format: ChatFormat | None, dialect: DialectName | None = None
-    ) -> Template:
-        """The template for a chat, from its ``chat_format``, which is None if unknown.
-
-        ``dialect`` is the operator's choice, if any.
-        """
-        found = dialect_of(chat_format, dialect)
-        if chat.enforces_calls:
-            found = found.enforcing(chat.tools, chat.calls)
-        return cls(
-            found,
-            chat.variables_for(chat_format),
-            None if chat_format is None else chat_format.thinking,
-            chat_format is not None and chat_format.begins_thinking,
-            chat.unfulfilled(chat_format),
-        )
-
-
-def _known(chat_format: ChatFormat | None) -> Collection[str]:
-    """The variables by which a template can be given wishes."""
-    return _KNOWN_TO_MOST if chat_format is None else chat_format.variables
-
-
-_KNOWN_TO_MOST: Final = frozenset({"enable_thinking"})

@@ -21,7 +21,7 @@ from starlette.requests import Request
 from minisgl_gateway import answer_schema as schema
 from minisgl_gateway.adapters import Adapters
 from minisgl_gateway.body import received
-from minisgl_gateway.chat import Chat, Template
+from minisgl_gateway.chat import Chat
 from minisgl_gateway.completions.answers import Echo
 from minisgl_gateway.completions.schema import DetokenizeRequest, TokenizeRequest
 from minisgl_gateway.completions.translation import lookup_of
@@ -31,6 +31,7 @@ from minisgl_gateway.gateway_options import GatewayOptions
 from minisgl_gateway.generation import Generation
 from minisgl_gateway.request_state import state_of
 from minisgl_gateway.servers import Engine
+from minisgl_gateway.template import Template, probe_of
 
 _ANSWER_S: Final = 2.0
 """How long the list of models waits for the engine."""
@@ -137,13 +138,13 @@ class Lookups:
         template refuses even a chat of one word, what it shows is not known.
         """
         try:
-            probe, variables = chat.probe(), chat.variables
-            chat_format = await self._chat_format(http, chat, probe, variables)
-            if (variables := chat.variables_for(chat_format)) != chat.variables:
+            probe, given = probe_of(chat.messages), chat.wishes.variables
+            chat_format = await self._chat_format(http, chat, probe, given)
+            if (variables := chat.wishes.variables_for(chat_format)) != given:
                 chat_format = await self._chat_format(http, chat, probe, variables)
         except MinisglError as error:
             raise api_error(error, fields, names) from error
-        return Template.of(chat, chat_format, self._options.tool_dialect)
+        return chat.template(chat_format, self._options.tool_dialect)
 
     async def _chat_format(
         self,

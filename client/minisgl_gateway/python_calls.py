@@ -17,18 +17,15 @@ from contextlib import suppress
 from typing import Any, Final
 
 from minisgl_gateway.call_syntax import (
-    BLANKS,
     CalledTool,
     Following,
-    NotACall,
     Syntax,
-    as_json,
-    blanks,
     listed,
     mark,
     name_before,
     plain_name,
 )
+from minisgl_gateway.json_reading import BLANKS, NotACall, as_json, blanks
 from minisgl_gateway.written_objects import Notation, Text, object_in
 
 OPENING: Final = "<|tool_call_start|>"

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, Final
 
-from minisgl_gateway.call_syntax import kind_of_json
+from minisgl_gateway.json_reading import kind_of_json
 from minisgl_gateway.tagged_values import DEFINITIONS, NOTES, referred
 
 _MOST_REFERENCES: Final = 100

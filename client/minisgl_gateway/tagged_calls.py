@@ -18,16 +18,8 @@ from collections.abc import Generator, Iterable
 from functools import partial
 from typing import Final
 
-from minisgl_gateway.call_syntax import (
-    BLANKS,
-    CalledTool,
-    Following,
-    NotACall,
-    Syntax,
-    blanks,
-    mark,
-    name_before,
-)
+from minisgl_gateway.call_syntax import CalledTool, Following, Syntax, mark, name_before
+from minisgl_gateway.json_reading import BLANKS, NotACall, blanks
 from minisgl_gateway.tagged_values import ArgumentKinds, JsonStrings
 from minisgl_gateway.tools import Tool
 

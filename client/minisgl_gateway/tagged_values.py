@@ -14,14 +14,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 from urllib.parse import unquote
 
-from minisgl_gateway.call_syntax import (
-    BLANKS,
-    MOST_NAME_CHARS,
-    PYTHON_WORDS,
-    as_json,
-    kind_of_json,
-    sendable,
-)
+from minisgl_gateway.call_syntax import MOST_NAME_CHARS
+from minisgl_gateway.json_reading import BLANKS, PYTHON_WORDS, as_json, kind_of_json, sendable
 from minisgl_gateway.tools import Tool
 
 _ANY: Final = frozenset({"string", "integer", "number", "boolean", "null", "array", "object"})

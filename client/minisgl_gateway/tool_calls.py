@@ -13,7 +13,8 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from minisgl_gateway.call_syntax import CalledTool, Following, NotACall, Syntax
+from minisgl_gateway.call_syntax import CalledTool, Following, Syntax
+from minisgl_gateway.json_reading import NotACall
 from minisgl_gateway.marks import begun_mark
 
 _PIECE_CHARS: Final = 1024

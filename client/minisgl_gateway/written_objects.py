@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
-from minisgl_gateway.call_syntax import (
+from minisgl_gateway.json_reading import (
     MOST_DEPTH,
     PYTHON_WORDS,
     WORD_CHARS,

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from minisgl_gateway.bare_calls import GEMMA, QUOTE
-from minisgl_gateway.call_syntax import MOST_DEPTH, CalledTool
+from minisgl_gateway.call_syntax import CalledTool
 from minisgl_gateway.dialects.bare import Gemma4
+from minisgl_gateway.json_reading import MOST_DEPTH
 from minisgl_gateway.tool_calls import CallReader
 
 from minisgl_backend.text.template import ChatTemplate

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from minisgl_gateway.body import parse
-from minisgl_gateway.chat import Template
 from minisgl_gateway.completions.schema import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -20,6 +19,7 @@ from minisgl_gateway.generation import Policy
 from minisgl_gateway.messages.schema import MessagesRequest
 from minisgl_gateway.responses.schema import ResponsesRequest
 from minisgl_gateway.strict_schema import Body
+from minisgl_gateway.template import Template
 from pydantic import ValidationError
 
 TEMPLATE = Template(dialect_of(None, "hermes"))

@@ -15,11 +15,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from minisgl_client.answer import ChatFormat
-from minisgl_gateway.call_syntax import MOST_DEPTH, CalledTool
+from minisgl_gateway.call_syntax import CalledTool
 from minisgl_gateway.channels import ChannelReader
-from minisgl_gateway.chat import Chat, Template
+from minisgl_gateway.chat import Chat
 from minisgl_gateway.dialects.choice import dialect_of
 from minisgl_gateway.generation import Policy
+from minisgl_gateway.json_reading import MOST_DEPTH
+from minisgl_gateway.template import Wishes
 from minisgl_gateway.thinking import Thought
 from minisgl_gateway.tools import Calls, Tool
 from openai import OpenAI
@@ -118,9 +120,9 @@ def test_parts_that_the_caller_wants_unseparated() -> None:
 
 
 def test_wishes_that_such_models_can_be_told() -> None:
-    def told(**wishes: Any) -> tuple[Any, Any]:
-        chat = Chat(messages=[], **wishes)
-        return chat.variables_for(SHOWN).get("reasoning_effort"), chat.unfulfilled(SHOWN)
+    def told(**wished: Any) -> tuple[Any, Any]:
+        wishes = Wishes(**wished)
+        return wishes.variables_for(SHOWN).get("reasoning_effort"), wishes.unfulfilled(SHOWN)
 
     assert told() == (None, [])
     for effort in ("low", "medium", "high"):
@@ -136,7 +138,7 @@ def test_special_tokens_are_asked_for_in_any_case() -> None:
     policy = Policy(timeout_s=30, chat_tokens=512)
     for separates in (True, False):
         chat = Chat(messages=[], separates_thoughts=separates)
-        template = Template.of(chat, SHOWN)
+        template = chat.template(SHOWN)
         assert chat.generation(policy, template).parameters["skip_special_tokens"] is False
 
 

@@ -12,11 +12,12 @@ from minisgl_client.answer import ChatFormat, Tokens
 from minisgl_client.errors import InvalidArgument, MinisglError, Unavailable
 from minisgl_gateway import lookups
 from minisgl_gateway.adapters import Adapters
-from minisgl_gateway.chat import Chat, Template
+from minisgl_gateway.chat import Chat
 from minisgl_gateway.errors import ApiError
 from minisgl_gateway.gateway_options import GatewayOptions
 from minisgl_gateway.lookups import Lookups
 from minisgl_gateway.request_state import RequestState
+from minisgl_gateway.template import Template, Wishes, probe_of
 from starlette.requests import Request
 
 Variables = dict[str, Any] | None
@@ -67,8 +68,8 @@ async def _all(
     return await asyncio.gather(*asking, return_exceptions=True)
 
 
-def chat(**fields: Any) -> Chat:
-    return Chat(messages=[{"role": "user", "content": "Hi"}], **fields)
+def chat(**wishes: Any) -> Chat:
+    return Chat(messages=[{"role": "user", "content": "Hi"}], wishes=Wishes(**wishes))
 
 
 def test_one_answer_serves_all_who_ask_at_once() -> None:
@@ -106,14 +107,14 @@ def test_switches_of_messages_decide_too(
     messages: list[tuple[str, str | None]], probe: list[tuple[str, str]]
 ) -> None:
     """Some templates begin thoughts, or not, as a message asks."""
-    asked = Chat(messages=[{"role": role, "content": content} for role, content in messages])
-    assert [(message["role"], message["content"]) for message in asked.probe()] == probe
+    asked = [{"role": role, "content": content} for role, content in messages]
+    assert [(message["role"], message["content"]) for message in probe_of(asked)] == probe
 
 
 def test_switches_in_parts_of_a_message_decide_too() -> None:
     parts = [{"type": "text", "text": text} for text in ("/no_think", "Hi")]
-    asked = Chat(messages=[{"role": "user", "content": parts}])
-    assert asked.probe() == [{"role": "user", "content": "Hi /no_think"}]
+    asked = probe_of([{"role": "user", "content": parts}])
+    assert asked == [{"role": "user", "content": "Hi /no_think"}]
 
 
 def test_a_template_that_cannot_be_asked_is_not_known() -> None:

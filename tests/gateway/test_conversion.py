@@ -10,7 +10,7 @@ import pytest
 from minisgl_client.answer import ChatFormat
 from minisgl_client.errors import InvalidArgument
 from minisgl_gateway.body import parse
-from minisgl_gateway.chat import Chat, Template
+from minisgl_gateway.chat import Chat
 from minisgl_gateway.completions.rendering import ChatRenderer
 from minisgl_gateway.completions.schema import MAX_CHOICES, TokenizeRequest
 from minisgl_gateway.completions.translation import chat_of, completion_generations, lookup_of
@@ -38,7 +38,7 @@ def of_chat(policy: Policy = POLICY, /, **fields: Any) -> Generation:
 def told_chat(shown: ChatFormat, policy: Policy = POLICY, /, **fields: Any) -> Generation:
     """The generation for a chat with a model whose template shows this."""
     asked = chat_of(chat(**fields))
-    return asked.generation(policy, Template.of(asked, shown))
+    return asked.generation(policy, asked.template(shown))
 
 
 def form_of(shown: ChatFormat = HERMES, **fields: Any) -> Any:
@@ -559,7 +559,7 @@ def test_wishes_about_thinking_go_to_templates_that_know_them(
 ) -> None:
     asked = chat_of(chat(**fields))
     shown = replace(HERMES, variables=frozenset(known))
-    template = Template.of(asked, shown)
+    template = asked.template(shown)
     generation = asked.generation(POLICY, template)
     assert generation.parameters.get("chat_template_kwargs", {}) == told
     assert template.unfulfilled == unfulfilled
@@ -569,7 +569,7 @@ def test_a_model_that_always_thinks_fulfils_that_wish_only() -> None:
     shown = replace(HERMES, thinking=("<think>", "</think>"), variables=frozenset())
     for thinks in (True, False):
         asked = chat_of(chat(enable_thinking=thinks))
-        assert Template.of(asked, shown).unfulfilled == ([] if thinks else ["enable_thinking"])
+        assert asked.template(shown).unfulfilled == ([] if thinks else ["enable_thinking"])
 
 
 def test_marks_that_are_special_tokens_stay_in_the_text_that_is_read() -> None:

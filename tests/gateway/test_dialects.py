@@ -20,12 +20,13 @@ from minisgl_client.answer import ChatFormat, Delta
 from minisgl_client.answer import ToolDialect as ToldDialect
 from minisgl_gateway.body import parse
 from minisgl_gateway.call_syntax import CalledTool
-from minisgl_gateway.chat import Chat, Template
+from minisgl_gateway.chat import Chat
 from minisgl_gateway.completions.schema import ChatCompletionRequest
 from minisgl_gateway.completions.translation import chat_of
 from minisgl_gateway.dialects.base import Dialect
 from minisgl_gateway.dialects.choice import dialect_of
 from minisgl_gateway.generation import Policy
+from minisgl_gateway.template import Template
 from minisgl_gateway.tools import Calls, Tool
 
 from minisgl_backend.errors import InvalidRequest
@@ -468,7 +469,7 @@ def test_what_texts_between_tags_cannot_follow_is_enforced_in_the_plain_dialect(
     tools = [Tool("now"), Tool("odd", parameters=parameters)]
 
     def template_of(**asked: Any) -> Template:
-        return Template.of(Chat(messages=CHAT, tools=tools, **asked), shown(name))
+        return Chat(messages=CHAT, tools=tools, **asked).template(shown(name))
 
     for enforced in (
         template_of(calls=Calls(required=True)),
@@ -574,13 +575,13 @@ def test_what_objects_with_bare_keys_cannot_follow_is_enforced_in_the_plain_dial
     tools = [Tool("now"), Tool("odd", parameters=parameters)]
 
     def template_of(**asked: Any) -> Template:
-        return Template.of(Chat(messages=CHAT, tools=tools, **asked), shown("gemma4"))
+        return Chat(messages=CHAT, tools=tools, **asked).template(shown("gemma4"))
 
     assert template_of(calls=Calls(required=True)).dialect.name == "plain"
     assert template_of(form={"json_object": True}).dialect.name == "plain"
     assert template_of(calls=Calls.of("now")).dialect.name == "gemma4"
     chat = Chat(messages=CHAT, tools=tools, calls=Calls(parallel=False))
-    template = Template.of(chat, shown("gemma4"))
+    template = chat.template(shown("gemma4"))
     assert template.dialect.name == "gemma4"
     generation = chat.generation(Policy(1.0, 16), template)
     assert "structured_outputs" not in generation.parameters
@@ -590,7 +591,7 @@ def test_what_objects_with_bare_keys_cannot_follow_is_enforced_in_the_plain_dial
 
 def test_the_reader_of_calls_between_tags_knows_the_schemas() -> None:
     chat = Chat(messages=CHAT, tools=[Tool("weather", parameters=CITY)])
-    reader = chat.reader(Template.of(chat, shown("glm")))
+    reader = chat.reader(chat.template(shown("glm")))
     call = "<tool_call>weather<arg_key>days</arg_key><arg_value>3</arg_value></tool_call>"
     assert reader.push(Delta(call)).calls == [CalledTool("weather", '{"days": 3}')]
 
@@ -601,7 +602,7 @@ def test_thoughts_of_gemma_beside_a_text_and_calls() -> None:
     thinking = ("<|channel>thought", "<channel|>")
     chat_format = ChatFormat("gemma4", frozenset(), thinking, False, frozenset())
     chat = Chat(messages=CHAT, tools=[Tool("weather", parameters=CITY)])
-    template = Template.of(chat, chat_format)
+    template = chat.template(chat_format)
     assert chat.generation(Policy(1.0, 16), template).parameters["skip_special_tokens"] is False
     for pieces in ([said], [*said]):
         thoughts, text, calls = found_in(chat, template, pieces)
@@ -809,7 +810,7 @@ def test_texts_of_command_come_without_their_marks() -> None:
     chat_format = ChatFormat("command", frozenset(), thinking, False, frozenset())
     for tools in ([], [Tool("now")]):
         chat = Chat(messages=CHAT, tools=tools)
-        template = Template.of(chat, chat_format)
+        template = chat.template(chat_format)
         assert chat.generation(Policy(1.0, 16), template).parameters["skip_special_tokens"] is False
         for pieces in ([said], [*said]):
             assert found_in(chat, template, pieces) == ("It may rain.", "It rains.", [])

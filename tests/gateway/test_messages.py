@@ -10,11 +10,12 @@ import pytest
 from anthropic.types import RawMessageStreamEvent
 from minisgl_client.answer import ChatFormat, Delta, Result
 from minisgl_gateway.body import parse
-from minisgl_gateway.call_syntax import MOST_DEPTH, CalledTool
-from minisgl_gateway.chat import Chat, Template
+from minisgl_gateway.call_syntax import CalledTool
+from minisgl_gateway.chat import Chat
 from minisgl_gateway.counts import Counts
 from minisgl_gateway.errors import ApiError, busy, internal, invalid, is_anthropic
 from minisgl_gateway.generation import MAX_STOPS, Policy
+from minisgl_gateway.json_reading import MOST_DEPTH
 from minisgl_gateway.keys import Keys
 from minisgl_gateway.messages.rendering import SIGNATURE, MessagesRenderer
 from minisgl_gateway.messages.schema import MessagesRequest
@@ -168,7 +169,7 @@ def test_too_many_stop_strings_have_the_name_that_callers_gave_them() -> None:
     stops = [str(number) for number in range(MAX_STOPS)]
     asked = chat(tools=[TOOL], tool_choice=one_call, stop_sequences=stops)
     with pytest.raises(ApiError, match=r"^stop_sequences must have fewer than 16") as refused:
-        asked.generation(Policy(timeout_s=30, chat_tokens=512), Template.of(asked, HERMES))
+        asked.generation(Policy(timeout_s=30, chat_tokens=512), asked.template(HERMES))
     assert refused.value.param == "stop_sequences"
 
 
@@ -199,7 +200,7 @@ def test_tools_are_strict_only_if_they_say_so() -> None:
 )
 def test_a_model_thinks_if_it_is_asked_to(thinking: Any, thinks: bool) -> None:
     asked = chat(thinking=thinking, output_config={"effort": "low"})
-    assert asked.thinks is thinks and asked.effort == "low"
+    assert asked.wishes.thinks is thinks and asked.wishes.effort == "low"
 
 
 def test_forms_of_the_answer() -> None:

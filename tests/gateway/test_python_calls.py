@@ -8,7 +8,8 @@ from typing import Any, Final
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from minisgl_gateway.call_syntax import MOST_DEPTH, CalledTool
+from minisgl_gateway.call_syntax import CalledTool
+from minisgl_gateway.json_reading import MOST_DEPTH
 from minisgl_gateway.python_calls import LFM, spelled
 from minisgl_gateway.tool_calls import CallReader
 

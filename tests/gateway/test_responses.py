@@ -274,7 +274,7 @@ def test_forms_of_the_answer(form: Any, expected: Any) -> None:
 @pytest.mark.parametrize("effort", ["none", "low", "xhigh", None])
 def test_efforts(effort: str | None) -> None:
     asked = chat(reasoning={"effort": effort, "summary": "auto"})
-    assert (asked.thinks, asked.effort) == (None, effort)
+    assert (asked.wishes.thinks, asked.wishes.effort) == (None, effort)
 
 
 def test_logprobs_are_asked_for_by_include() -> None:

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from minisgl_gateway import tagged_calls
-from minisgl_gateway.call_syntax import MOST_DEPTH, CalledTool, Syntax
+from minisgl_gateway.call_syntax import CalledTool, Syntax
+from minisgl_gateway.json_reading import MOST_DEPTH
 from minisgl_gateway.tool_calls import CallReader
 from minisgl_gateway.tools import Tool
 

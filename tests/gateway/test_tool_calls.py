@@ -16,12 +16,12 @@ from minisgl_gateway.call_syntax import (
     HERMES,
     LLAMA,
     MISTRAL,
-    MOST_DEPTH,
     NEMOTRON,
     RESPONSE,
     CalledTool,
     Syntax,
 )
+from minisgl_gateway.json_reading import MOST_DEPTH
 from minisgl_gateway.tool_calls import CallReader
 
 ARGUMENTS: Final = '{"city": "Bogotá"}'

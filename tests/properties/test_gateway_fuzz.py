@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from minisgl_client.errors import InvalidArgument
 from minisgl_client.request import build
 from minisgl_gateway.body import parse
-from minisgl_gateway.chat import Chat, Template
+from minisgl_gateway.chat import Chat
 from minisgl_gateway.completions.schema import ChatCompletionRequest, CompletionRequest
 from minisgl_gateway.completions.translation import chat_of, completion_generations
 from minisgl_gateway.dialects.choice import dialect_of
@@ -25,6 +25,7 @@ from minisgl_gateway.messages import translation as messages_api
 from minisgl_gateway.messages.schema import MessagesRequest
 from minisgl_gateway.responses import translation as responses_api
 from minisgl_gateway.responses.schema import ResponsesRequest
+from minisgl_gateway.template import Template
 
 from tests.properties.corpus import kept
 

@@ -29,6 +29,7 @@ from minisgl_gateway.completions.schema import (
 from minisgl_gateway.errors import invalid, unsupported
 from minisgl_gateway.form_schema import form_of
 from minisgl_gateway.generation import Generation, Policy, shared_parameters
+from minisgl_gateway.template import Wishes
 from minisgl_gateway.tools import Calls, Tool, allowed, call_of
 from minisgl_gateway.turns import with_one_beginning
 
@@ -111,10 +112,12 @@ def chat_of(request: ChatCompletionRequest) -> Chat:
         form=form,
         form_param=form_param,
         tools_param="functions" if request.functions else "tools",
-        thinks=request.enable_thinking,
-        effort=request.reasoning_effort,
+        wishes=Wishes(
+            thinks=request.enable_thinking,
+            effort=request.reasoning_effort,
+            variables=_variables(request),
+        ),
         separates_thoughts=request.separate_reasoning or not request.include_reasoning,
-        variables=_variables(request),
         add_generation_prompt=request.add_generation_prompt,
         parameters=parameters,
         max_tokens=max_tokens,
@@ -250,7 +253,7 @@ def lookup_of(request: TokenizeRequest) -> Chat | dict[str, Any]:
     return Chat(
         messages=_messages(request.messages),
         tools=[_tool(tool.function) for tool in request.tools or ()],
-        variables=request.chat_template_kwargs or {},
+        wishes=Wishes(variables=request.chat_template_kwargs or {}),
         add_generation_prompt=request.add_generation_prompt,
     )
 

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from minisgl_gateway import call_syntax
-from minisgl_gateway.call_syntax import as_json
 from minisgl_gateway.content import text_of
 from minisgl_gateway.dialects.base import (
     Arguments,
@@ -16,6 +15,7 @@ from minisgl_gateway.dialects.base import (
     Message,
     Structure,
 )
+from minisgl_gateway.json_reading import as_json
 from minisgl_gateway.tools import Tool, function_of
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from minisgl_gateway import call_syntax
-from minisgl_gateway.call_syntax import as_json
 from minisgl_gateway.dialects.base import Arguments, Dialect, Message, Structure
 from minisgl_gateway.dialects.single_calls import with_single_calls
+from minisgl_gateway.json_reading import as_json
 from minisgl_gateway.tools import Tool
 
 

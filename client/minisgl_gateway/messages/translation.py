@@ -26,6 +26,7 @@ from minisgl_gateway.messages.schema import (
     ToolUseBlock,
     UserTurn,
 )
+from minisgl_gateway.template import Wishes
 from minisgl_gateway.tools import Calls, Tool, call_of
 from minisgl_gateway.turns import in_turns
 
@@ -52,8 +53,10 @@ def counted_chat(request: CountTokensRequest) -> Chat:
         calls=_calls(request, tools),
         form=_form(request),
         form_param="output_format" if request.output_format else "output_config.format",
-        thinks=request.thinking is not None and request.thinking.type != "disabled",
-        effort=request.output_config.effort if request.output_config else None,
+        wishes=Wishes(
+            thinks=request.thinking is not None and request.thinking.type != "disabled",
+            effort=request.output_config.effort if request.output_config else None,
+        ),
     )
 
 

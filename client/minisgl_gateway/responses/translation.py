@@ -37,6 +37,7 @@ from minisgl_gateway.responses.schema import (
 )
 from minisgl_gateway.responses.strictness import is_strict
 from minisgl_gateway.strict_schema import MAX_TOOLS
+from minisgl_gateway.template import Wishes
 from minisgl_gateway.tools import Calls, Tool, allowed, call_of
 from minisgl_gateway.turns import in_turns
 
@@ -60,7 +61,7 @@ def counted_chat(request: InputTokensRequest, messages: Sequence[Mapping[str, An
         calls=calls,
         form=_form(request),
         form_param="text.format",
-        effort=request.reasoning.effort if request.reasoning else None,
+        wishes=Wishes(effort=request.reasoning.effort if request.reasoning else None),
     )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from minisgl_gateway.bare_calls import QUOTE
-from minisgl_gateway.tagged_values import DEFINITIONS, NOTES, referred
+from minisgl_gateway.json_schemas import DEFINITIONS, NOTES, referred
 
 _BOUNDS: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _KEYWORDS: Final = frozenset(

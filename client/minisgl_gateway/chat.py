@@ -29,8 +29,8 @@ from minisgl_gateway.dialects.base import Dialect, DialectName
 from minisgl_gateway.dialects.choice import dialect_of
 from minisgl_gateway.errors import invalid
 from minisgl_gateway.generation import MAX_STOPS, Generation, Policy, shared_parameters
+from minisgl_gateway.json_schemas import kinds_of
 from minisgl_gateway.parts import AnswerReader
-from minisgl_gateway.tagged_values import kinds_of
 from minisgl_gateway.template import Template, Wishes
 from minisgl_gateway.thinking import ThinkingReader
 from minisgl_gateway.tools import Calls, Tool

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from minisgl_gateway.json_reading import kind_of_json
-from minisgl_gateway.tagged_values import DEFINITIONS, NOTES, referred
+from minisgl_gateway.json_schemas import DEFINITIONS, NOTES, referred
 
 _MOST_REFERENCES: Final = 100
 """The most that are spelled out: those of a small schema may multiply."""

@@ -11,7 +11,7 @@ from minisgl_gateway import tagged_calls
 from minisgl_gateway.call_syntax import Syntax
 from minisgl_gateway.dialects.base import Arguments, DialectName, Schema, Structure
 from minisgl_gateway.dialects.own_form import OwnForm
-from minisgl_gateway.tagged_values import Argument, arguments_of
+from minisgl_gateway.tagged_schemas import Argument, arguments_of
 from minisgl_gateway.tool_calls import CallReader
 from minisgl_gateway.tools import Tool
 

@@ -23,7 +23,7 @@ import click
 import numpy as np
 
 from minisgl_backend.cli.interrupt import ended_by_ctrl_c
-from minisgl_backend.cli.options import POSITIVE_INT, EngineCommand, engine_options
+from minisgl_backend.cli.options import EngineCommand, engine_options
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.models.hub import resolve_model
@@ -37,6 +37,7 @@ from minisgl_bench.engines import (
     submitted,
 )
 from minisgl_bench.settled_steps import settled_steps_ms, spare_tokens
+from minisgl_kit.option_types import POSITIVE_INT
 from minisgl_kit.report import Report, json_option
 
 _TRIES: Final = 8

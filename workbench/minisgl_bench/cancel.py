@@ -33,13 +33,14 @@ import click
 from minisgl_client.request import build
 from rich.progress import Progress
 
-from minisgl_backend.cli.options import POSITIVE, POSITIVE_INT, tritonserver_option
+from minisgl_backend.cli.options import tritonserver_option
 from minisgl_backend.errors import EngineFailure
 from minisgl_backend.loopback import open_local
 from minisgl_backend.server.process import TritonServer
 from minisgl_bench.journal import Entry, Journal
 from minisgl_bench.servers import started_paced
 from minisgl_kit.leaving import EventStreamClose, GrpcCancel, GrpcKill, Leaving
+from minisgl_kit.option_types import POSITIVE, POSITIVE_INT
 from minisgl_kit.own_gateway import Gateway, gateway_of
 from minisgl_kit.report import Report, json_option
 

@@ -18,13 +18,7 @@ from typing import Any
 import click
 import numpy as np
 
-from minisgl_backend.cli.options import (
-    POSITIVE_INT,
-    SEED,
-    TEMPERATURE,
-    EngineCommand,
-    engine_options,
-)
+from minisgl_backend.cli.options import EngineCommand, engine_options
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.request import SamplingParams
@@ -34,6 +28,7 @@ from minisgl_bench.engines import Collector, engine_facts, running_engine, submi
 from minisgl_bench.option_groups import option_group
 from minisgl_bench.prompts import num_drawn_ids
 from minisgl_bench.runs import p50_and_p99
+from minisgl_kit.option_types import POSITIVE_INT, SEED, TEMPERATURE
 from minisgl_kit.report import Report, json_option
 
 

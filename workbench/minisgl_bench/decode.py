@@ -17,13 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 import numpy as np
 
-from minisgl_backend.cli.options import (
-    POSITIVE,
-    POSITIVE_INT,
-    TEMPERATURE,
-    EngineCommand,
-    engine_options,
-)
+from minisgl_backend.cli.options import EngineCommand, engine_options
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.plan import Decodes
 from minisgl_backend.request import EMPTY, SamplingParams
@@ -32,6 +26,7 @@ from minisgl_bench.comparison import changed, compare_option, measure_both
 from minisgl_bench.engines import check_batches, engine_facts, running_engine, submitted
 from minisgl_bench.profiling import labelled, nvtx_option, profile_option, profiled
 from minisgl_bench.settled_steps import SETTLING, settled_steps_ms, spare_tokens
+from minisgl_kit.option_types import POSITIVE, POSITIVE_INT, TEMPERATURE
 from minisgl_kit.report import Report, json_option
 
 if TYPE_CHECKING:

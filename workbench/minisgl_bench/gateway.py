@@ -22,7 +22,7 @@ from typing import Any, Final
 
 import click
 
-from minisgl_backend.cli.options import POSITIVE_INT, tritonserver_option
+from minisgl_backend.cli.options import tritonserver_option
 from minisgl_backend.errors import EngineFailure
 from minisgl_bench.response_path import (
     STOP,
@@ -35,6 +35,7 @@ from minisgl_bench.response_path import (
     tokens_option,
 )
 from minisgl_bench.servers import started_paced
+from minisgl_kit.option_types import POSITIVE_INT
 from minisgl_kit.own_gateway import gateway_of
 from minisgl_kit.report import Report, json_option
 

@@ -17,7 +17,6 @@ from typing import Any, Final
 import click
 import torch
 
-from minisgl_backend.cli.options import POSITIVE_INT
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.kernels.dispatch import has_triton
 from minisgl_backend.kernels.small_batch import MAX_BATCH_SIZE
@@ -35,6 +34,7 @@ from minisgl_bench.kernel_cases import (
 )
 from minisgl_bench.kernel_experts import EXPERT_MODELS, expert_cases
 from minisgl_bench.kernel_indexer import INDEXERS, indexer_cases
+from minisgl_kit.option_types import POSITIVE_INT
 from minisgl_kit.report import Report, json_option
 
 _ALL_MODELS: Final = [*MODELS, *ATTENTION_MODELS, *EXPERT_MODELS, *INDEXERS]

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from minisgl_backend.attention.base import Chunks
 from minisgl_backend.attention.own_kernels import TritonPrefill
-from minisgl_backend.cli.options import POSITIVE_INT
 from minisgl_backend.config import DEMO_MODEL
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.execution.storage import KVStorage
@@ -27,6 +26,7 @@ from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.models.decoder import Decoder, LayersOutput
 from minisgl_backend.models.spec import ModelSpec
 from minisgl_bench.option_groups import Command, with_options
+from minisgl_kit.option_types import POSITIVE_INT
 from minisgl_kit.report import Report
 
 PAGE_SIZE: Final = 16

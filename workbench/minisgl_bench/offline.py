@@ -14,7 +14,7 @@ from typing import Final
 
 import click
 
-from minisgl_backend.cli.options import POSITIVE, EngineCommand, FiniteRange, engine_options
+from minisgl_backend.cli.options import EngineCommand, engine_options
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.request import MAX_SAMPLES, SamplingParams
 from minisgl_backend.runtime.engine_base import EngineInfo
@@ -23,6 +23,7 @@ from minisgl_bench.engines import engine_facts, running_engine_or_replicas
 from minisgl_bench.profiling import nvtx_option, profile_option, profiled
 from minisgl_bench.prompts import Prompt, RandomRequests, request_options
 from minisgl_bench.runs import TransformersRunner, beside, figures_of, run_engine
+from minisgl_kit.option_types import POSITIVE, FiniteRange
 from minisgl_kit.report import Report, json_option
 
 _TRANSFORMERS: Final = "transformers"

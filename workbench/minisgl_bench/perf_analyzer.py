@@ -17,13 +17,13 @@ from typing import Any, Final, Literal, TypeAlias
 
 import click
 
-from minisgl_backend.cli.options import POSITIVE_INT, numbers
 from minisgl_backend.errors import ConfigError
 from minisgl_bench.perf_analyzer_binary import PerfAnalyzer, find_perf_analyzer
 from minisgl_bench.serve.command import address_of, make_folder
 from minisgl_bench.serve.figures import Measured, check_answered, emit, figures_of, objectives_of
 from minisgl_kit.calls import Call, Chunk, Outcome, calls_of_file
 from minisgl_kit.loads import Load
+from minisgl_kit.option_types import POSITIVE_INT, numbers
 from minisgl_kit.report import json_option
 
 Style: TypeAlias = Literal["vllm", "tensorrtllm"]

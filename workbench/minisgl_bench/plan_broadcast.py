@@ -20,7 +20,6 @@ from typing import Final
 import click
 import numpy as np
 
-from minisgl_backend.cli.options import POSITIVE_INT
 from minisgl_backend.death_signal import end_with
 from minisgl_backend.execution.followers import Followers, import_path
 from minisgl_backend.execution.node_channel import NodeFollowerEnd, OtherNodes
@@ -30,6 +29,7 @@ from minisgl_backend.parallel.place import RankPlace
 from minisgl_backend.parallel.rendezvous import listen_at
 from minisgl_backend.plan import StepPlan, decode_plan, encode_plan
 from minisgl_bench.planner import decoding_plan
+from minisgl_kit.option_types import POSITIVE_INT
 from minisgl_kit.report import Report, json_option
 
 _COMMAND: Final = (sys.executable, "-m", "minisgl_bench.plan_broadcast")

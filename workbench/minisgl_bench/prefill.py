@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 import numpy as np
 
-from minisgl_backend.cli.options import POSITIVE_INT, EngineCommand, engine_options
+from minisgl_backend.cli.options import EngineCommand, engine_options
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.limits import Limits
 from minisgl_backend.request import IntArray, SamplingParams
@@ -17,6 +17,7 @@ from minisgl_backend.runtime.engine import Engine
 from minisgl_bench.comparison import compare_option, measure_both
 from minisgl_bench.engines import engine_facts, running_engine, submitted
 from minisgl_bench.profiling import labelled, nvtx_option, profile_option, profiled
+from minisgl_kit.option_types import POSITIVE_INT
 from minisgl_kit.report import Report, json_option
 
 

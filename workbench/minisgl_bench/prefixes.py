@@ -13,13 +13,7 @@ from pathlib import Path
 import click
 import numpy as np
 
-from minisgl_backend.cli.options import (
-    POSITIVE_INT,
-    SEED,
-    TEMPERATURE,
-    EngineCommand,
-    engine_options,
-)
+from minisgl_backend.cli.options import EngineCommand, engine_options
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.request import SamplingParams
 from minisgl_bench.comparison import compare_option, measure_both
@@ -28,6 +22,7 @@ from minisgl_bench.option_groups import option_group
 from minisgl_bench.profiling import profile_option, profiled
 from minisgl_bench.prompts import Prompt, num_drawn_ids
 from minisgl_bench.runs import figures_of, run_engine
+from minisgl_kit.option_types import POSITIVE_INT, SEED, TEMPERATURE
 from minisgl_kit.report import Report, json_option
 
 

@@ -12,9 +12,9 @@ from typing import Any
 import click
 import numpy as np
 
-from minisgl_backend.cli.options import POSITIVE_INT, SEED, TEMPERATURE
 from minisgl_backend.request import IntArray
 from minisgl_bench.option_groups import option_group
+from minisgl_kit.option_types import POSITIVE_INT, SEED, TEMPERATURE
 
 
 @dataclass(frozen=True, slots=True)

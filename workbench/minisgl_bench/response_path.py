@@ -25,7 +25,7 @@ from typing import Any, Final
 import click
 import numpy as np
 
-from minisgl_backend.cli.options import POSITIVE, POSITIVE_INT, numbers, tritonserver_option
+from minisgl_backend.cli.options import tritonserver_option
 from minisgl_backend.config import DEMO_MODEL
 from minisgl_backend.errors import ConfigError, EngineFailure
 from minisgl_backend.loopback import DIRECT, STREAM_INFER
@@ -33,6 +33,7 @@ from minisgl_backend.text.detokenizer import TextStream
 from minisgl_backend.text.tokenizer_files import load_vocabulary
 from minisgl_bench.paced import script_of
 from minisgl_bench.servers import started_paced
+from minisgl_kit.option_types import POSITIVE, POSITIVE_INT, numbers
 from minisgl_kit.report import Report, json_option
 
 STOP: Final = "<|never|>"

@@ -24,12 +24,12 @@ import numpy as np
 
 from minisgl_backend.cache.kv import Lease, Verified
 from minisgl_backend.cache.radix_cache import RadixCache
-from minisgl_backend.cli.options import POSITIVE, POSITIVE_INT, SEED, FiniteRange
 from minisgl_backend.request import IntArray
 from minisgl_backend.routing.cache_index import CacheIndex
 from minisgl_backend.routing.keys import Keys, Replicas
 from minisgl_backend.routing.router import Balance, Placement, ReplicaCapacity, Router
 from minisgl_bench.garbage import frozen_objects
+from minisgl_kit.option_types import POSITIVE, POSITIVE_INT, SEED, FiniteRange
 from minisgl_kit.report import Report, json_option
 
 _PAGE_SIZE: Final = 16

@@ -14,18 +14,13 @@ from typing import Any
 
 import click
 
-from minisgl_backend.cli.options import (
-    POSITIVE,
-    POSITIVE_INT,
-    EngineCommand,
-    engine_options,
-    numbers,
-)
+from minisgl_backend.cli.options import EngineCommand, engine_options
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.server.options import located
 from minisgl_bench.own_process import option_arguments, run_bench
 from minisgl_bench.prompts import RandomRequests, request_options
+from minisgl_kit.option_types import POSITIVE, POSITIVE_INT, numbers
 from minisgl_kit.report import Report, json_option
 
 

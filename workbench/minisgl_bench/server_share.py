@@ -14,12 +14,7 @@ from typing import Any, Final
 
 import click
 
-from minisgl_backend.cli.options import (
-    POSITIVE_INT,
-    EngineCommand,
-    engine_options,
-    tritonserver_option,
-)
+from minisgl_backend.cli.options import EngineCommand, engine_options, tritonserver_option
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import EngineFailure
 from minisgl_backend.models.catalog import load_spec
@@ -29,6 +24,7 @@ from minisgl_bench.own_process import option_arguments, run_bench
 from minisgl_bench.prompts import RandomRequests, request_options
 from minisgl_bench.runs import p50_and_p99
 from minisgl_bench.servers import started
+from minisgl_kit.option_types import POSITIVE_INT
 from minisgl_kit.report import Report, json_option
 
 _MODEL: Final = "minisgl"

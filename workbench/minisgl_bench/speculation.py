@@ -16,7 +16,7 @@ from typing import Final
 import click
 import numpy as np
 
-from minisgl_backend.cli.options import POSITIVE_INT, EngineCommand, engine_options
+from minisgl_backend.cli.options import EngineCommand, engine_options
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.request import SamplingParams
 from minisgl_backend.runtime.engine import Engine
@@ -24,6 +24,7 @@ from minisgl_backend.runtime.engine_base import EngineInfo
 from minisgl_bench.engines import check_batches, engine_facts, running_engine
 from minisgl_bench.prompts import Prompt, num_drawn_ids
 from minisgl_bench.runs import run_engine
+from minisgl_kit.option_types import POSITIVE_INT
 from minisgl_kit.report import Report, json_option
 
 _TOKEN: Final = 5

@@ -17,7 +17,6 @@ import click
 import torch
 from torch import Tensor
 
-from minisgl_backend.cli.options import POSITIVE_INT
 from minisgl_backend.kernels.gated_delta import (
     DeltaInputs,
     DeltaStates,
@@ -26,6 +25,7 @@ from minisgl_backend.kernels.gated_delta import (
 )
 from minisgl_backend.kernels.layer_states import PendingUpdates
 from minisgl_bench.logits import first_device
+from minisgl_kit.option_types import POSITIVE_INT
 from minisgl_kit.report import Report, json_option
 
 _SIZE: Final = 128

@@ -27,7 +27,7 @@ from typing import Any, Final, TypeAlias
 import click
 import numpy as np
 
-from minisgl_backend.cli.options import POSITIVE_INT, TEMPERATURE, EngineCommand, engine_options
+from minisgl_backend.cli.options import EngineCommand, engine_options
 from minisgl_backend.config import DEMO_MODEL, EngineOptions
 from minisgl_backend.errors import MiniSGLError
 from minisgl_backend.grammar.matchers import Batch, Grammars, Matcher
@@ -40,6 +40,7 @@ from minisgl_backend.text.tokenizer_files import load_definition, load_vocabular
 from minisgl_bench.dummy_model import SHAPES, write_dummy_model
 from minisgl_bench.engines import engine_facts, running_engine, submitted
 from minisgl_bench.profiling import nvtx_option, profile_option, profiled
+from minisgl_kit.option_types import POSITIVE_INT, TEMPERATURE
 from minisgl_kit.report import Report, json_option, machine_facts, write_json
 
 _FIELDS: Final[tuple[dict[str, Any], ...]] = (

@@ -26,7 +26,7 @@ from minisgl_client.client import Client
 from minisgl_client.errors import MinisglError
 
 from minisgl_backend.cli.interrupt import INTERRUPTED
-from minisgl_backend.cli.options import FiniteRange, tritonserver_option
+from minisgl_backend.cli.options import tritonserver_option
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.server.installation import find_installation
 from minisgl_check.asking import Extent
@@ -36,6 +36,7 @@ from minisgl_check.fault import Scene, Settings
 from minisgl_check.own_server import started
 from minisgl_check.restarts import restarts
 from minisgl_check.target import Target
+from minisgl_kit.option_types import FiniteRange
 from minisgl_kit.report import json_option
 
 SHORT: Final = Extent(load_s=3.0, num_cut=30, num_churned=40, num_hostile=60, num_loads=60)

@@ -15,12 +15,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from minisgl_backend.cli.interrupt import INTERRUPTED
-from minisgl_backend.cli.options import SEED, TEMPERATURE, FiniteRange, numbers
 from minisgl_bench.serve.figures import Measured, check_answered, emit, figures_of, objectives_of
 from minisgl_bench.serve.workload import BLOCK_SIZE, INPUT_LEN, OUTPUT_LEN, Workload
 from minisgl_bench.servers import started
 from minisgl_kit.calls import Outcome
 from minisgl_kit.loads import Load, run
+from minisgl_kit.option_types import SEED, TEMPERATURE, FiniteRange, numbers
 from minisgl_kit.report import check_folder, json_option
 from minisgl_kit.targets import OpenAITarget, Sampling, Target, TritonTarget
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from minisgl_backend.cli.options import POSITIVE, POSITIVE_INT, SEED
+from minisgl_kit.option_types import POSITIVE, POSITIVE_INT, SEED
 
 BLOCK_SIZE = 32
 

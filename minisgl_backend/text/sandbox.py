@@ -14,7 +14,7 @@ import functools
 import re
 import secrets
 import string
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 from jinja2 import nodes, pass_context
@@ -61,11 +61,12 @@ class Meter:
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """An environment for templates; ``max_size`` bounds every string and list that they make."""
+    """An environment for templates; ``max_size`` bounds every string and list that they make.
+    ``filters`` are added to Jinja's, or take their places."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
-    def __init__(self, max_size: int) -> None:
+    def __init__(self, max_size: int, filters: Mapping[str, Callable[..., Any]]) -> None:
         self.meter_name = f"_meter_{secrets.token_hex(8)}"
         super().__init__(
             trim_blocks=True,
@@ -77,14 +78,14 @@ class Sandbox(ImmutableSandboxedEnvironment):
         del self.globals["lipsum"]
         self._join_name = f"_join_{secrets.token_hex(8)}"
         self.globals[self._join_name] = self._concatenated
+        for name, function in {**self.filters, **filters}.items():
+            self.filters[name] = self._bounded(name, function)
 
     def compiled(self, source: str) -> Any:
         """The template of a program, metered. Raises ``TemplateError``."""
         program = self.parse(source)
         self._insert_meters(program)
         _Concatenations(self._join_name).visit(program)
-        for name, function in self.filters.items():
-            self.filters[name] = self._bounded(name, function)
         return self.from_string(program)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:

@@ -68,8 +68,7 @@ class ChatTemplate:
         self._max_chars = max_chars
         self._max_seconds = max_seconds
         self._clock = clock
-        environment = Sandbox(max_chars)
-        environment.filters["tojson"] = _to_json
+        environment = Sandbox(max_chars, {"tojson": _to_json})
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
         self._meter_name = environment.meter_name

@@ -6,7 +6,6 @@ Must not know what a route does with a request.
 from __future__ import annotations
 
 import asyncio
-import difflib
 import importlib.metadata
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -14,13 +13,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from fastapi import FastAPI
-from fastapi.routing import APIRoute
 from minisgl_client.client import AsyncClient
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
 from starlette.responses import FileResponse, HTMLResponse, PlainTextResponse, Response
-from starlette.routing import Match, Route
 from starlette.types import ASGIApp
 
 from minisgl_gateway import answer_schema as schema
@@ -33,7 +29,8 @@ from minisgl_gateway.completions.schema import (
     TokenizeRequest,
 )
 from minisgl_gateway.description import BodyOf, answer_of, describe, page_of
-from minisgl_gateway.errors import ApiError, error_response, internal, shown
+from minisgl_gateway.error_handler import on_error
+from minisgl_gateway.errors import ApiError
 from minisgl_gateway.gate import (
     ANTHROPIC_REQUEST_ID,
     PAGE_FILES,
@@ -77,16 +74,6 @@ _ERRORS: Final = (400, 401, 404, 405, 408, 413, 415, 429, 431, 499, 500, 503, 50
 _RESPONSES: Final[dict[int | str, dict[str, Any]]] = {
     status: {"model": schema.ErrorAnswer} for status in _ERRORS
 }
-_PREFIXES: Final = ("api", "openai", "v1")
-"""Parts of a path that callers repeat or leave out."""
-_ELSEWHERE: Final = {
-    "chat": "/v1/chat/completions",
-    "completion": "/v1/completions",
-    "embed": "/v1/embeddings",
-    "generate": "/v1/completions",
-    "tags": "/v1/models",
-}
-"""Routes of other APIs (llama.cpp's, Ollama's), and the most similar ones here."""
 
 
 def create_app(options: GatewayOptions, telemetry: Telemetry) -> ASGIApp:
@@ -127,9 +114,9 @@ def create_app(options: GatewayOptions, telemetry: Telemetry) -> ASGIApp:
     _add_probes(app, HealthRoute(engine), lookups, telemetry)
     _add_adapters(app, adapters)
     _add_page(app)
-    app.add_exception_handler(ApiError, _on_error)
-    app.add_exception_handler(HTTPException, _on_error)
-    app.add_exception_handler(Exception, _on_error)
+    app.add_exception_handler(ApiError, on_error)
+    app.add_exception_handler(HTTPException, on_error)
+    app.add_exception_handler(Exception, on_error)
     describe(app)
     gate = Gate(app, options, _keys(options), telemetry)
     if not options.cors_origins:
@@ -258,58 +245,3 @@ def _add_page(app: FastAPI) -> None:
 
     for path, name in PAGE_FILES.items():
         app.get(path, include_in_schema=False)(page(name))
-
-
-async def _on_error(request: Request, error: Exception) -> Response:
-    """The answer to an error, in the form of the API: our own error, the framework's (no such route
-    or method), or a bug."""
-    if isinstance(error, HTTPException):
-        error = _of_framework(error, request)
-    return error_response(error if isinstance(error, ApiError) else internal(), request.scope)
-
-
-def _of_framework(error: HTTPException, request: Request) -> ApiError:
-    """An error of the framework, with a message that names method and path, and suggests the right
-    ones."""
-    path = request.scope["path"]
-    is_plain = path.isascii() and path.isprintable() and len(path) <= 100
-    asked = f"{request.method} {path if is_plain else shown(path)}"
-    if error.status_code == 404:
-        near = _near_route(request.app, path)
-        hint = f"; did you mean {near}?" if near else ""
-        return ApiError(404, f"{asked} is not offered{hint}", code="not_found")
-    if error.status_code == 405:
-        allowed = _methods(request)
-        message = f"{asked} is not offered, only {' and '.join(allowed)}"
-        headers = {"Allow": ", ".join(allowed)}
-        return ApiError(405, message, code="method_not_allowed", headers=headers)
-    return ApiError(error.status_code, error.detail, code="http_error", headers=error.headers)
-
-
-def _methods(request: Request) -> list[str]:
-    """The methods of all routes of the path; the framework names those of the first alone."""
-    methods = [
-        method
-        for route in request.app.routes
-        if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE
-        for method in sorted(route.methods or ())
-    ]
-    return list(dict.fromkeys(methods))
-
-
-def _near_route(app: FastAPI, path: str) -> str | None:
-    """The route that was probably meant, with its method."""
-    routes = {
-        route.path: method
-        for route in app.routes
-        if isinstance(route, APIRoute) and route.include_in_schema
-        for method in route.methods or ()
-    }
-    words = [part for part in path.split("/") if part not in ("", *_PREFIXES)]
-    name = "/".join(words)
-    near = [f"/v1/{name}", f"/{name}", _ELSEWHERE.get(name, "")]
-    # a client's base URL may hold a whole route, to which the client appends another
-    ends = [route for route in routes if path.endswith(route.removeprefix("/v1"))]
-    near += sorted(ends, key=len, reverse=True)
-    near += difflib.get_close_matches(path[:100], routes, n=1, cutoff=0.75)
-    return next((f"{routes[one]} {one}" for one in near if one in routes), None)

@@ -299,7 +299,7 @@ def test_codes_are_those_of_openai(fields: dict[str, Any], code: str, param: str
 
 
 def test_no_complaint_is_without_words() -> None:
-    """The table of body.py knows every complaint that the schema can make."""
+    """The table of complaints.py knows every complaint that the schema can make."""
     for name, values in WRONG.items():
         for value in values:
             assert "must be valid" not in told(CompletionRequest, **{name: value}).message

@@ -47,8 +47,8 @@ _ENDS: Final = (Finished, Failed)
 _KEYS: Final = struct.Struct("=128Q")
 _TICK_S: Final = 0.025
 _TURNS: Final = 4
-"""A stream without an interval is checked at one tick of this many."""
-_SWEEP_EVERY_S: Final = 0.1
+"""One tick of this many is a stream's turn: then it is checked, also if it has no interval, and
+whether its client has given up."""
 _LINGER_S: Final = 10.0
 """How long a stream that ended early is remembered for acknowledgements still outstanding."""
 _CALM_S: Final = 1.0
@@ -285,10 +285,13 @@ class Dispatcher:
         while not self._stopping.wait(_TICK_S):
             now_s, turn = time.monotonic(), next(turns)
             for stream in self._snapshot():
-                if not stream.has_interval and stream.key % _TURNS != turn:
+                is_turn = stream.key % _TURNS == turn
+                if not stream.has_interval and not is_turn:
                     continue
                 try:
                     self._check(stream, now_s)
+                    if is_turn and not stream.is_acknowledged and stream.responder.is_cancelled():
+                        self.abort(stream)
                 except Exception:  # e.g. no room in Triton for a question; go on with other streams
                     if now_s - failed_s > _CALM_S:
                         text = "request %.80r, maybe others: its stream could not be checked"
@@ -304,12 +307,6 @@ class Dispatcher:
         elif duty is Duty.GIVE_UP:
             logger.warning("request %.80r: the detokenizer does not answer", stream.responder.label)
             self._give_up(stream, "the detokenizer does not answer")
-        if (
-            not stream.is_acknowledged
-            and stream.sweep_is_due(now_s, _SWEEP_EVERY_S)
-            and stream.responder.is_cancelled()
-        ):
-            self.abort(stream)
 
     def _expire(self, now_s: float) -> None:
         with self._lock:

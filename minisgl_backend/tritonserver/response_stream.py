@@ -23,6 +23,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from enum import Enum, auto
 from typing import Any, Final
 
@@ -99,6 +100,41 @@ class _Sample:
         return SampleDelta(self.buffer.take(), logprobs, finish, sample)
 
 
+class _WaitingLogprobs:
+    """Log-probabilities of the prompt that are not sent yet, in parts of at most
+    ``_MOST_LOGPROBS``."""
+
+    def __init__(self) -> None:
+        self._parts: deque[PromptLogprobs] = deque()
+
+    def __bool__(self) -> bool:
+        return bool(self._parts)
+
+    def add(self, scored: PromptLogprobs) -> None:
+        most = max(1, _MOST_LOGPROBS // (1 + scored.alternatives.shape[1]))
+        self._parts.extend(
+            scored.part(begin, begin + most) for begin in range(0, len(scored), most)
+        )
+
+    def take(self) -> PromptLogprobs | None:
+        """The next part, if there is one."""
+        return self._parts.popleft() if self._parts else None
+
+    def take_all(self) -> PromptLogprobs | None:
+        """All parts as one."""
+        parts = list(self._parts)
+        self._parts.clear()
+        return PromptLogprobs.joined(parts) if parts else None
+
+    def clear(self) -> None:
+        self._parts.clear()
+
+
+def _with_token(times: Times, now_ns: int) -> Times:
+    first_ns = times.first_token_time_ns or now_ns
+    return replace(times, first_token_time_ns=first_ns, last_token_time_ns=now_ns)
+
+
 class ResponseStream:
     """Gathers the tokens of one request's samples, and gives them out as packets."""
 
@@ -130,15 +166,11 @@ class ResponseStream:
         self._samples = [_Sample(TokenBuffer(self._wake)) for _ in sample_ids]
         self._on_ready: Callable[[], None] = lambda: None
         self._num_running = len(sample_ids)
-        self._prompt_logprobs: deque[PromptLogprobs] = deque()
+        self._prompt_logprobs = _WaitingLogprobs()
         self._is_whole = not self.is_acknowledged and not start.stream
         """Whether everything goes out in a single packet."""
         self._num_cached_tokens: int | None = None
-        self._is_timed = start.wanted.perf_metrics
-        self._arrival_time_ns = arrival_time_ns
-        self._scheduled_time_ns = 0
-        self._first_token_time_ns = 0
-        self._last_token_time_ns = 0
+        self._times = Times(arrival_time_ns) if start.wanted.perf_metrics else None
         self._embedding: FloatArray | None = None
         self._failure: MiniSGLError | None = None
         """With which the engine failed a sample; the last packet says so."""
@@ -149,7 +181,6 @@ class ResponseStream:
         self._muted = False
         self._error: MiniSGLError | None = None
         """With which the stream was muted, unless it was by a verdict."""
-        self._next_sweep_s = 0.0
 
     @property
     def is_urgent(self) -> bool:
@@ -175,7 +206,7 @@ class ResponseStream:
     def buffers(self, on_ready: Callable[[], None]) -> Sequence[TokenBuffer] | None:
         """Where the common tokens of each sample go; ``on_ready`` is called if the stream must be
         handed to a sender. None if each token must come as an event, so that its time is known."""
-        if self._is_timed:
+        if self._times is not None:
             return None
         self._on_ready = on_ready
         return [sample.buffer for sample in self._samples]
@@ -195,11 +226,8 @@ class ResponseStream:
             if sample.has_ended:
                 return False  # by a stop string; the engine learns of it only now
             if type(event) is Generated:
-                if self._is_timed:
-                    self._last_token_time_ns = time.time_ns()
-                    self._first_token_time_ns = (
-                        self._first_token_time_ns or self._last_token_time_ns
-                    )
+                if self._times is not None:
+                    self._times = _with_token(self._times, time.time_ns())
                 if event.is_last:
                     sample.last = event  # for the packet with the terminal event
                     return False
@@ -209,13 +237,11 @@ class ResponseStream:
             elif isinstance(event, Admitted):
                 if index:
                     return False  # its prompt is that of the first
-                self._scheduled_time_ns = time.time_ns()
+                if self._times is not None:
+                    self._times = replace(self._times, first_scheduled_time_ns=time.time_ns())
                 self._num_cached_tokens = event.num_cached_tokens
             elif isinstance(event, PromptLogprobs):
-                most = max(1, _MOST_LOGPROBS // (1 + event.alternatives.shape[1]))
-                self._prompt_logprobs.extend(
-                    event.part(begin, begin + most) for begin in range(0, len(event), most)
-                )
+                self._prompt_logprobs.add(event)
             elif isinstance(event, Embedded):
                 self._embedding = event.vector  # for the packet with the terminal event
                 return False
@@ -281,13 +307,6 @@ class ResponseStream:
                 return Duty.SEND
             return Duty.NOTHING
 
-    def sweep_is_due(self, now_s: float, interval_s: float) -> bool:
-        """Whether to ask the responder again if the client has given up."""
-        if now_s < self._next_sweep_s:
-            return False
-        self._next_sweep_s = now_s + interval_s
-        return True
-
     # --- senders -----------------------------------------------------------------------------
 
     def take(self) -> Packet | None:
@@ -309,37 +328,24 @@ class ResponseStream:
             self._has_sent_tokens |= has_tokens
             self._window.sent(index, now_s, with_tokens=has_tokens)
             return Packet(
-                self._reply_to,
-                self.key,
-                index,
-                deltas,
-                self._start if index == 0 else None,
-                num_cached_tokens,
-                is_last,
-                self._failure if is_last else None,
-                self._times() if self._is_timed else None,
-                prompt_logprobs,
-                self._embedding if is_last else None,
+                reply_to=self._reply_to,
+                key=self.key,
+                index=index,
+                deltas=deltas,
+                start=self._start if index == 0 else None,
+                num_cached_tokens=num_cached_tokens,
+                is_last=is_last,
+                error=self._failure if is_last else None,
+                times=self._times,
+                prompt_logprobs=prompt_logprobs,
+                embedding=self._embedding if is_last else None,
             )
 
     def _take_prompt_logprobs(self) -> PromptLogprobs | None:
         """The log-probabilities of the prompt that go out now, if any."""
-        waiting = self._prompt_logprobs
         if self._is_whole:
-            if not self._is_complete or not waiting:
-                return None
-            parts = list(waiting)
-            waiting.clear()
-            return PromptLogprobs.joined(parts)
-        return waiting.popleft() if waiting and self._window.is_open else None
-
-    def _times(self) -> Times:
-        return Times(
-            self._arrival_time_ns,
-            self._scheduled_time_ns,
-            self._first_token_time_ns,
-            self._last_token_time_ns,
-        )
+            return self._prompt_logprobs.take_all() if self._is_complete else None
+        return self._prompt_logprobs.take() if self._window.is_open else None
 
     def release(self, index: int) -> bool:
         """A sender has sent packet ``index``; True if the stream needs a sender again."""
@@ -365,7 +371,7 @@ class ResponseStream:
         must hand it to one."""
         if self._claimed:
             return False
-        self._set_claimed(False)
+        self._tell_buffers()  # the window may have opened, or closed
         if not self._muted and not self._may_send(now_s):
             return False
         self._set_claimed(True)
@@ -373,7 +379,11 @@ class ResponseStream:
 
     def _set_claimed(self, claimed: bool) -> None:
         self._claimed = claimed
-        is_awaited = not claimed and self._window.is_open
+        self._tell_buffers()
+
+    def _tell_buffers(self) -> None:
+        """Tell the buffers whether their tokens are awaited."""
+        is_awaited = not self._claimed and self._window.is_open
         for sample in self._samples:
             sample.buffer.is_awaited = is_awaited
 

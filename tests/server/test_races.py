@@ -30,7 +30,7 @@ import minisgl_backend.tritonserver.dispatch as dispatch
 from minisgl_bench.paced import paced_model
 
 dispatch._TICK_S = 0.001
-dispatch._SWEEP_EVERY_S = 0.0
+dispatch._TURNS = 1
 TritonPythonModel = paced_model(step_s=0.001)
 """
 

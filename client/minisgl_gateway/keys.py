@@ -21,7 +21,7 @@ from minisgl_gateway.request_state import Caller
 class Keys:
     """The keys in use; without any, every caller may ask.
 
-    ``origins`` are those whose pages may ask without a key, besides the pages of this machine.
+    ``origins`` are those whose pages may ask without a key, besides pages without a host's name.
     """
 
     def __init__(self, keys: Iterable[str], origins: Iterable[str] = ()) -> None:
@@ -63,15 +63,16 @@ def _check_page(headers: Sequence[tuple[bytes, bytes]], origins: Container[str])
     """
     for name, value in headers:
         origin = value.decode("latin-1")
-        if name == b"origin" and origin not in origins and not _is_of_this_machine(origin):
+        if name == b"origin" and origin not in origins and not _has_no_name(origin):
             raise ApiError(
                 403,
-                "without API keys only pages of this machine may ask",
+                "without API keys a page must come from localhost or an IP address",
                 code="origin_refused",
             )
 
 
-def _is_of_this_machine(origin: str) -> bool:
+def _has_no_name(origin: str) -> bool:
+    """Whether the host of a page is localhost or an IP address."""
     try:
         host = urlsplit(origin).hostname or ""
         if host != "localhost" and not host.endswith(".localhost"):

@@ -181,7 +181,7 @@ class _Rules:
     def _count(self, known: Mapping[str, Any], key: str, place: str) -> int:
         count = known.get(key, 0)
         if not isinstance(count, int) or isinstance(count, bool) or not 0 <= count <= MOST_COUNT:
-            told = f"{key} must be a positive integer, at most {MOST_COUNT}"
+            told = f"{key} must be an integer from 0 to {MOST_COUNT}"
             raise InvalidRequest(f"{told}, at {place}/{key}")
         return count
 
@@ -194,7 +194,10 @@ class _Rules:
             raise InvalidRequest(f"required must be an array, at {place}/required")
         missing = [name for name in required if not isinstance(name, str) or name not in named]
         if missing and not self._is_lenient:
-            raise InvalidRequest(f"required names {missing[0]}, no property, at {place}/required")
+            raise InvalidRequest(
+                f"required lists {missing[0]}, which is not among the properties, "
+                f"at {place}/required"
+            )
         if named:
             return self._members(named, required, place)
         if others is False:
@@ -205,7 +208,11 @@ class _Rules:
 
     def _members(self, named: Mapping[str, Any], required: Sequence[str], place: str) -> str:
         """An object with these members; behind the first one that is there, each has a comma before
-        it."""
+        it. Made from the last member on:
+
+            a and b, b not required    "{" (a ("," b)?) "}"
+            the same, a neither        "{" (a ("," b)? | b)? "}"
+        """
         behind = ""
         firsts = [""]  # what the object may be from here on
         for name, schema in reversed([*named.items()]):

@@ -37,9 +37,9 @@ class Text:
     """A regular language: ``lark`` is the body of a terminal. Errors name its ``place``.
 
     ``texts`` are its texts, if they are known. In the any text at its end the texts ``without`` do
-    not occur. It ``is_closed`` if none of its texts is known to be the beginning of another one, or
-    if only those are meant that no other one begins. It ``is_blank`` if its texts can go on with
-    white space alone. ``mark`` is a fixed text at its end.
+    not occur. It ``is_closed`` if its end is clear: no text of it begins another one, or the
+    shortest match is meant (``_ended``), for which its rule asks by ``[lazy]``. It ``is_blank`` if
+    its texts can go on with white space alone. ``mark`` is a fixed text at its end.
     """
 
     lark: str

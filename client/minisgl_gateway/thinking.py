@@ -1,8 +1,8 @@
 """What a model thinks before it answers, split off from the answer's text.
 
-A thinking section is at the beginning, between two markers such as ``<think>`` and ``</think>``; a
-model may leave it out. Later markers are text. Templates drop the line breaks around a thought and
-before the answer, and so does the reader. Must not know tokens, or which model writes such markers.
+A thinking section is at the beginning, between two marks such as ``<think>`` and ``</think>``; a
+model may leave it out. Later marks are text. Templates drop the line breaks around a thought and
+before the answer, and so does the reader. Must not know tokens, or which model writes such marks.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ class _Place(Enum):
     """Only blanks so far."""
     THINKING = auto()
     BEHIND = auto()
-    """Only line breaks since the end marker."""
+    """Only line breaks since the end mark."""
     ANSWERING = auto()
 
 
 class ThinkingReader:
     """The state between two pieces of one answer.
 
-    ``markers`` begin and end the section. With ``begins_inside`` the prompt has begun it already;
+    ``marks`` begin and end the section. With ``begins_inside`` the prompt has begun it already;
     if the model begins it again, it means the same section.
     """
 
-    def __init__(self, markers: tuple[str, str], begins_inside: bool = False) -> None:
-        self._begin, self._end = markers
+    def __init__(self, marks: tuple[str, str], begins_inside: bool = False) -> None:
+        self._begin, self._end = marks
         self._begins_inside = begins_inside
         self._place = _Place.BEFORE
         self._has_thought = False
         self._held: list[str] = []
         """Line breaks of a thought, or blanks before it, that may have to be dropped."""
         self._partial = ""
-        """Text after the held text that may be the beginning of a marker."""
+        """Text after the held text that may be the beginning of a mark."""
 
     def push(self, text: str) -> list[Thought | str]:
         """The thoughts and texts that are certain with this piece."""
@@ -96,9 +96,9 @@ class ThinkingReader:
         return body
 
     def _thinking(self, text: str, found: list[Thought | str]) -> str:
-        """Add the text of the thought to ``found``; returns the text after the end marker."""
-        thought, marker, rest = text.partition(self._end)
-        if not marker:
+        """Add the text of the thought to ``found``; returns the text after the end mark."""
+        thought, mark, rest = text.partition(self._end)
+        if not mark:
             begun = begun_mark(text, (self._end,))
             thought, self._partial = text[:begun], text[begun:]
         body = thought.rstrip(_BREAKS)
@@ -107,7 +107,7 @@ class ThinkingReader:
             found.append(Thought(whole if self._has_thought else whole.lstrip(_BREAKS)))
             self._has_thought = True
             self._held.clear()
-        if marker:
+        if mark:
             self._held.clear()
             self._place = _Place.BEHIND
         elif len(body) < len(thought):

@@ -12,12 +12,12 @@ from minisgl_gateway.thinking import ThinkingReader, Thought
 
 from tests.gateway.test_tool_calls import pieces_of
 
-MARKERS: Final = ("<think>", "</think>")
+MARKS: Final = ("<think>", "</think>")
 
 
-def read(*pieces: str, inside: bool = False, markers: tuple[str, str] = MARKERS) -> tuple[str, str]:
+def read(*pieces: str, inside: bool = False, marks: tuple[str, str] = MARKS) -> tuple[str, str]:
     """Thoughts and answer."""
-    reader = ThinkingReader(markers, inside)
+    reader = ThinkingReader(marks, inside)
     parts = [part for piece in pieces for part in reader.push(piece)] + reader.finish()
     is_thought = [isinstance(part, Thought) for part in parts]
     assert is_thought == sorted(is_thought, reverse=True), "thoughts come first"
@@ -69,13 +69,13 @@ def test_a_section_that_the_prompt_has_begun(text: str, thought: str, answer: st
     assert read(*text, inside=True) == (thought, answer)
 
 
-def test_other_markers() -> None:
-    markers = ("[THINK]", "[/THINK]")
-    assert read(*"[THINK]So[/THINK]Yes", markers=markers) == ("So", "Yes")
+def test_other_marks() -> None:
+    marks = ("[THINK]", "[/THINK]")
+    assert read(*"[THINK]So[/THINK]Yes", marks=marks) == ("So", "Yes")
 
 
 def test_thoughts_come_as_they_are_thought() -> None:
-    reader = ThinkingReader(MARKERS)
+    reader = ThinkingReader(MARKS)
     assert [
         reader.push(piece) for piece in ("<th", "ink>\n", "One", "\n", "two <", "b\n</think")
     ] == [
@@ -91,7 +91,7 @@ def test_thoughts_come_as_they_are_thought() -> None:
 
 
 PIECES = st.lists(
-    st.sampled_from([*MARKERS, "<", "think", "/", ">", "\n", " ", "a", "</", "b c"]), max_size=12
+    st.sampled_from([*MARKS, "<", "think", "/", ">", "\n", " ", "a", "</", "b c"]), max_size=12
 )
 
 

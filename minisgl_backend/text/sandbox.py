@@ -29,6 +29,9 @@ _WIDE: Final = re.compile(r"\d{5}")
 """A field width in a format string that is larger than any prompt needs."""
 _GIVEN_WIDTH: Final = re.compile(r"%[^%a-zA-Z]*\*")
 """A field of ``%`` whose width or precision is an argument, such as ``%*d``."""
+_WIDENED: Final = {"indent": ("\n", 4), "expandtabs": ("\t", 8)}
+"""Methods of strings, and filters, that add as much as an argument says, or this by default, for
+each such character."""
 _SIZED: Final = frozenset({"batch", "center", "ljust", "rjust", "round", "slice", "zfill"})
 """Methods of strings, and filters, that make as much as a number among their arguments says."""
 
@@ -136,9 +139,10 @@ class Sandbox(ImmutableSandboxedEnvironment):
         elif name == "replace" and len(texts) >= 2:
             text, old, new = str(value), *texts[:2]
             self._check_size(len(text) + text.count(old) * len(new))
-        elif name in ("indent", "expandtabs"):
-            text, width = str(value), max([8, *numbers, *map(len, texts)])
-            self._check_size((1 + text.count("\n") + text.count("\t")) * width)
+        elif name in _WIDENED:
+            character, width = _WIDENED[name]
+            width = max([width, *numbers, *map(len, texts)])
+            self._check_size((str(value).count(character) + 1) * width)
         elif name == "tojson" and max([*numbers, *map(len, texts)], default=0) > _MAX_INDENT:
             raise OutOfBounds(f"makes an indent of more than {_MAX_INDENT}")
         elif name in _SIZED:

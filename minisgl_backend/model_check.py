@@ -181,8 +181,8 @@ def _check_memory(options: EngineOptions, spec: ModelSpec) -> None:
     # what each rank holds: several may hold the same KV head, and all hold latents
     shape = spec.attention_shape(options.tensor_parallel_size).for_context(context)
     of_position = shape.numbers_per_position(window_pages=False)
-    if not of_position:  # all layers have windows: there are as many window pages
-        of_position = shape.numbers_per_position(window_pages=True)
+    if not of_position:  # all layers have windows: there are at least half as many window pages
+        of_position = shape.numbers_per_position(window_pages=True) // 2
     kv_bytes = of_position * (1 if options.kv_cache_dtype == "fp8_e4m3" else item_bytes)
     table_entries = options.max_running_requests * -(-context // page_size)
     num_slots = options.max_loras if options.enable_lora else 0

@@ -78,10 +78,8 @@ def cache_sizes(facts: Resolved, group: Group) -> CacheSizes:
         of_windows = None if windows is None else windows.num_pages(num_pages)
         return CacheSizes(num_pages, num_snapshots, of_windows)
 
-    if (asked := options.num_pages) is not None:
-        if windows is not None and windows.in_all_layers:  # only window pages take memory
-            return CacheSizes(asked, num_snapshots, num_window_pages=asked)
-        return sizes(asked)
+    if options.num_pages is not None:
+        return sizes(options.num_pages)
     num_pages = choose_num_pages(
         page_bytes=bytes_per_page(facts.shape, options.page_size, facts.kv_dtype),
         page_size=options.page_size,

@@ -111,16 +111,19 @@ def test_all_ranks_capture_the_same() -> None:
     assert limits[0].takes_masks and limits[0].graph_sizes
 
 
-@pytest.mark.parametrize(("windows", "num_window_pages"), [((8,), 100), ((8, None), 50)])
-def test_all_pages_that_were_asked_for_hold_keys(
-    windows: tuple[int | None, ...], num_window_pages: int
+@pytest.mark.parametrize("windows", [(8,), (8, None)])
+def test_an_engine_that_is_told_its_number_of_pages_gets_the_same_window_pages(
+    windows: tuple[int | None, ...],
 ) -> None:
-    """If all layers have windows, only window pages hold keys."""
-    facts = facts_of(num_pages=100, page_size=1)
-    num_layers = facts.spec.num_layers
-    shape = replace(facts.shape, windows=(windows * num_layers)[:num_layers], window_pages=True)
-    found = rank_memory.cache_sizes(replace(facts, shape=shape), OneRank())
-    assert (found.num_pages, found.num_window_pages) == (100, num_window_pages)
+    """A replica that starts again is told how many pages the first process chose."""
+    facts = facts_of(page_size=1, max_running_requests=2)
+    shape = replace(facts.shape, windows=(windows * facts.spec.num_layers)[: facts.spec.num_layers])
+    device: Any = SimpleNamespace(free_memory=lambda: 2**24, kv_bytes_cap=None, is_host=False)
+    facts = replace(facts, shape=replace(shape, window_pages=True), device=device)
+    chosen = rank_memory.cache_sizes(facts, OneRank())
+    told = replace(facts, options=replace(facts.options, num_pages=chosen.num_pages))
+    assert chosen.num_window_pages is not None and chosen.num_window_pages < chosen.num_pages
+    assert rank_memory.cache_sizes(told, OneRank()) == chosen
 
 
 @pytest.mark.parametrize(

@@ -89,6 +89,7 @@ class ReplicaProcess:
         self._options = options
         self._owner: Owner | None = None
         self._is_owned = threading.Event()
+        self._has_served = False
         self._process: subprocess.Popen[bytes] | None = None
         self._outgoing: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._closing = threading.Event()
@@ -134,9 +135,8 @@ class ReplicaProcess:
         ended_s: list[float] = []
         num_failures = 0
         while not self._closing.wait(self._pause_s(ended_s)):
-            has_served = False
             try:
-                has_served = self._serve()
+                self._serve()
             except Exception as error:
                 if self._closing.is_set():
                     pass  # whatever it was doing has been cut off
@@ -148,7 +148,7 @@ class ReplicaProcess:
                     self.started.set_exception(error)
                     return
             ended_s.append(time.monotonic())
-            num_failures = 0 if has_served else num_failures + 1
+            num_failures = 0 if self._has_served else num_failures + 1
             is_last = self._closing.is_set() or num_failures == _MOST_FAILURES
             if self._owner is not None:
                 self._owner.lost(self.number, is_last=is_last)
@@ -163,61 +163,68 @@ class ReplicaProcess:
         num_ended = sum(time.monotonic() - at_s < _WINDOW_S for at_s in ended_s)
         return min(_MOST_PAUSE_S, 2.0 ** (num_ended - 2)) if num_ended > 1 else 0.0
 
-    def _serve(self) -> bool:
-        """Run one process to its end. Raises ``ConfigError`` if it cannot serve."""
+    def _serve(self) -> None:
+        """Run one process to its end. Raises ``ConfigError`` if it cannot start."""
+        self._has_served = False
         self._outgoing = queue.SimpleQueue()  # drops what was sent to the previous process
-        try:
-            ours, process = self._launched()
-        except OSError as error:  # such as a limit on processes or open files
-            raise ConfigError(f"its process cannot be started: {error}") from error
+        self._outgoing.put({"options": self._options})
+        ours, process = self._launched()
+        writer = threading.Thread(
+            target=self._write, args=(ours, self._outgoing), name="to replica", daemon=True
+        )
         with ours:
             self.num_starts += 1
             self._process = process
-            writer = threading.Thread(
-                target=self._write, args=(ours, self._outgoing), name="to replica", daemon=True
-            )
-            has_served = False
             try:
-                with suppress(OSError):  # it has ended: then nothing comes from it either
-                    send(ours, {"options": self._options})
+                writer.start()
                 incoming = Incoming(ours)
                 first = self._first(incoming)
-                info = decode_info(first["info"])
-                self._options = {**self._options, "num_pages": info.num_pages}
-                if not self.started.done():
-                    self.started.set_result(info)
+                self._loaded(decode_info(first["info"]))
                 self._is_owned.wait()
-                writer.start()
-                has_served = True
+                self._has_served = True
                 if self._owner is not None:
                     self.pid = process.pid
                     self._owner.joined(self.number)
                     self._owner.take(self.number, first)
                     self._read(incoming, self._owner)
             finally:
-                self.pid = None
-                if not (has_served and self._closing.is_set()):
-                    process.kill()
-                with suppress(OSError):
-                    ours.shutdown(socket.SHUT_RDWR)
-                self._wait(process)
-                self._process = None
-                self._outgoing.put(None)
-                if has_served:
-                    writer.join()
+                self._ended(ours, process, writer)
         level = logging.INFO if self._closing.is_set() else logging.ERROR
         text = "replica %d (process %d) ended with code %d"
         logger.log(level, text, self.number, process.pid, process.returncode)
-        return True
 
     def _launched(self) -> tuple[socket.socket, subprocess.Popen[bytes]]:
-        """This end of the socket to a new process, and the process."""
-        ours, theirs = socket.socketpair()
-        with ExitStack() as unless_launched, theirs:
-            unless_launched.enter_context(ours)
-            process = self._popen(theirs)
-            unless_launched.pop_all()
+        """This end of the socket to a new process, and the process. Raises ``ConfigError``."""
+        try:
+            ours, theirs = socket.socketpair()
+            with ExitStack() as unless_launched, theirs:
+                unless_launched.enter_context(ours)
+                process = self._popen(theirs)
+                unless_launched.pop_all()
+        except OSError as error:  # such as a limit on processes or open files
+            raise ConfigError(f"its process cannot be started: {error}") from error
         return ours, process
+
+    def _loaded(self, info: EngineInfo) -> None:
+        """A process has loaded the model; the next one will have as many pages."""
+        self._options = {**self._options, "num_pages": info.num_pages}
+        if not self.started.done():
+            self.started.set_result(info)
+
+    def _ended(
+        self, ours: socket.socket, process: subprocess.Popen[bytes], writer: threading.Thread
+    ) -> None:
+        """End a process unless it has served and ends by itself, and the thread that writes."""
+        self.pid = None
+        if not (self._has_served and self._closing.is_set()):
+            process.kill()
+        with suppress(OSError):
+            ours.shutdown(socket.SHUT_RDWR)
+        self._wait(process)
+        self._process = None
+        self._outgoing.put(None)
+        if writer.ident is not None:  # else it could not be started
+            writer.join()
 
     def _popen(self, theirs: socket.socket) -> subprocess.Popen[bytes]:
         own_cores = os.sched_getaffinity(0)  # of this thread; a child inherits them

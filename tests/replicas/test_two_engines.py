@@ -19,6 +19,7 @@ from minisgl_backend.build import build_engine
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import ConfigError, EngineFailure, Overloaded
 from minisgl_backend.offline.llm import LLM
+from minisgl_backend.replicas import process as replica_process
 from minisgl_backend.replicas.messages import Message
 from minisgl_backend.replicas.process import ReplicaPlace, ReplicaProcess
 from minisgl_backend.replicas.start import cpu_places, gpu_places, start_replicas
@@ -326,6 +327,7 @@ class BrokenOwner:
 
     def __init__(self) -> None:
         self.was_lost = threading.Event()
+        self.was_last = False
 
     def joined(self, replica: int) -> None:
         raise ValueError("no place for it")
@@ -334,12 +336,14 @@ class BrokenOwner:
         raise AssertionError("it has not joined")
 
     def lost(self, replica: int, *, is_last: bool) -> None:
+        self.was_last = is_last
         self.was_lost.set()
 
 
 def test_an_error_of_the_parent_is_not_taken_for_a_start_that_failed(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(replica_process, "_MOST_FAILURES", 1)
     options = asdict(EngineOptions(**{**OPTIONS, "num_pages": 64}))
     command = [sys.executable, "-m", "minisgl_backend.replica"]
     replica, owner = (
@@ -350,6 +354,7 @@ def test_an_error_of_the_parent_is_not_taken_for_a_start_that_failed(
     replica.start()
     try:
         assert owner.was_lost.wait(WAIT_S)
+        assert not owner.was_last
     finally:
         replica.close()
     assert "replica 0 is ended after an internal error" in caplog.text

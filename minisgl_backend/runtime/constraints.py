@@ -11,8 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Final
 
 import numpy as np
 
@@ -28,14 +26,6 @@ from minisgl_backend.request import (
     RequestId,
     TerminalEvent,
     TokenId,
-)
-
-_END_OF: Final[Mapping[State, TerminalEvent]] = MappingProxyType(
-    {
-        State.COMPLETE: Finished(FinishReason.STOP),
-        State.TOO_COMPLEX: Failed(InvalidRequest("the grammar is too complex")),
-        State.BROKEN: Failed(EngineFailure("a token does not follow the grammar")),
-    }
 )
 
 
@@ -201,10 +191,21 @@ class Constraints:
             token_ids = token_ids[kept]
         states = self._grammars.advance(batch, token_ids.tolist())
         return {
-            request_ids[index]: _END_OF[state]
+            request_ids[index]: _end_of(state)
             for index, state in states.items()
             if request_ids[index] in self._matchers  # the others have since ended
         }
+
+
+def _end_of(state: State) -> TerminalEvent:
+    """A new event each time: whoever raises an error adds to its traceback."""
+    match state:
+        case State.COMPLETE:
+            return Finished(FinishReason.STOP)
+        case State.TOO_COMPLEX:
+            return Failed(InvalidRequest("the grammar is too complex"))
+        case State.BROKEN:
+            return Failed(EngineFailure("a token does not follow the grammar"))
 
 
 def _samples_of(rows: IntArray, sample_rows: IntArray) -> IntArray:

@@ -6,7 +6,7 @@ import json
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
@@ -32,7 +32,7 @@ from minisgl_backend.errors import (
     Overloaded,
     Unsupported,
 )
-from minisgl_backend.grammar.matchers import WORD, Grammars, Matcher
+from minisgl_backend.grammar.matchers import WORD, Batch, Grammars, Matcher, State
 from minisgl_backend.kernels.sampling_table import WORD as WORD_OF_A_TABLE
 from minisgl_backend.parts import STANDARD
 from minisgl_backend.plan import NO_TOKEN, Pending, SampledTokens, StepPlan
@@ -233,6 +233,22 @@ def test_a_grammar_that_comes_to_its_limits_fails_its_own_request(ranked: Ranked
     failed, answer = answered(ranked, heavy, fine)
     assert isinstance(failed.error, InvalidRequest) and "too complex" in str(failed.error)
     assert answer.error is None and set(text_of(answer)) == {"a", "b"}
+
+
+def test_each_answer_that_fails_has_an_error_of_its_own(
+    ranked: Ranked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the traceback of one error would grow with every request, and keep its callers alive."""
+
+    def advance(grammars: Grammars, batch: Batch, token_ids: Sequence[int]) -> dict[int, State]:
+        return dict.fromkeys(range(len(token_ids)), State.BROKEN)
+
+    monkeypatch.setattr(Grammars, "advance", advance)
+    one, two = answered(ranked, *2 * [SamplingParams(grammar=grammar("choice", ["yes"]))])
+    for answer in (one, two):
+        assert isinstance(answer.error, EngineFailure)
+        assert str(answer.error) == "a token does not follow the grammar"
+    assert one.error is not two.error
 
 
 def test_what_is_wrong_with_a_grammar_is_told(ranked: Ranked) -> None:

@@ -11,8 +11,10 @@ import ctypes
 from typing import Final
 
 from minisgl_backend.adapter_options import check_adapters
+from minisgl_backend.attention.names import parse_names
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.execution.graph_sizes import check_graph_options
 from minisgl_backend.parallel.nodes import check_nodes
 from minisgl_backend.parallel.place import RankPlace, check_comm
 from minisgl_backend.parallel.rendezvous import listen_at
@@ -112,6 +114,9 @@ def _check_on_gpu(options: EngineOptions) -> None:
     # computing experts one by one waits for the device, which cannot be captured
     if options.moe_backend == "torch" and options.cuda_graph_max_batch_size != 0:
         raise ConfigError("option moe_backend=torch on a GPU needs cuda_graph_max_batch_size=0")
+    if options.attention_backend is not None:
+        parse_names(options.attention_backend)
+    check_graph_options(options)
 
 
 def _check_on_cpu(options: EngineOptions) -> None:

@@ -44,6 +44,7 @@ from minisgl_backend.attention.flash_infer import (
     TrtllmDecode,
 )
 from minisgl_backend.attention.latent_kernels import LatentDecode, LatentPrefill
+from minisgl_backend.attention.names import parse_names
 from minisgl_backend.attention.own_kernels import (
     CudaDecode,
     InvariantAttention,
@@ -59,7 +60,6 @@ from minisgl_backend.attention.sections import (
     within_section,
 )
 from minisgl_backend.attention.sparse import SparseAttention
-from minisgl_backend.config import did_you_mean
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.kernels.dispatch import has_triton, num_processors
 from minisgl_backend.kernels.ragged_attention import ragged_attention_reference
@@ -121,7 +121,7 @@ def choose_attention(option: str | None, setting: AttentionSetting) -> PagedAtte
     if setting.batch_invariant:
         attention = InvariantAttention(setting)
         return PagedAttention("invariant", attention, attention)
-    prefill_name, decode_name = _auto(setting) if option is None else _parse(option, setting)
+    prefill_name, decode_name = _names(option, setting)
     of_prefill, of_decode = _PREFILL[prefill_name], _DECODE[decode_name]
     prefill = _made(of_prefill, prefill_name, setting)
     decode = _made(of_decode, decode_name, setting)
@@ -249,6 +249,14 @@ def _in_sections(option: str | None, setting: AttentionSetting) -> PagedAttentio
     )
 
 
+def _names(option: str | None, setting: AttentionSetting) -> tuple[str, str]:
+    """The names for prefill and for decode."""
+    if option is None:
+        return _auto(setting)
+    prefill, decode = parse_names(option)
+    return prefill or _auto(setting)[0], decode
+
+
 def _auto(setting: AttentionSetting) -> tuple[str, str]:
     """The names for prefill and for decode."""
     head_bytes = _tile_dim(setting) * setting.dtype.itemsize
@@ -258,29 +266,6 @@ def _auto(setting: AttentionSetting) -> tuple[str, str]:
         "fa" if _why_not_flash_attn(setting) is None else "triton",
         "cuda" if _why_not_cuda(setting) is None else "triton",
     )
-
-
-def _parse(option: str, setting: AttentionSetting) -> tuple[str, str]:
-    """The names for prefill and for decode."""
-    parts = [part.strip() for part in option.split(",")]
-    for part in parts:
-        if part not in _DECODE:
-            raise ConfigError(
-                f"attention_backend {part!r} is not offered on a GPU; offered are "
-                f"{', '.join(_DECODE)} and two of them as prefill,decode"
-                + did_you_mean(part, _DECODE)
-            )
-    if len(parts) > 2:
-        raise ConfigError(f"attention_backend takes one or two names, got {option!r}")
-    prefill, decode = parts[0], parts[-1]
-    if prefill not in _PREFILL:
-        if len(parts) == 1:
-            return _auto(setting)[0], decode
-        raise ConfigError(
-            f"attention_backend {prefill} only decodes: use {prefill} alone, or put one of "
-            f"{', '.join(_PREFILL)} before the comma"
-        )
-    return prefill, decode
 
 
 def _made(kind: _Kind[T_co], name: str, setting: AttentionSetting) -> T_co:

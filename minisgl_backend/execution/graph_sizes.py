@@ -2,17 +2,19 @@
 prompts by their number of tokens.
 
 Knows options, the size of a layer, and whether an attention backend can be captured. Must not know
-what a graph contains.
+what a graph contains, nor import torch: options are checked before anything starts.
 """
 
 from __future__ import annotations
 
 import logging
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from minisgl_backend.attention.base import PagedAttention
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import ConfigError
+
+if TYPE_CHECKING:  # it brings torch
+    from minisgl_backend.attention.base import PagedAttention
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +40,18 @@ def max_captured_batch_size(options: EngineOptions, weights_per_layer: int) -> i
     return min(most, most_decode_rows(options))
 
 
+def check_graph_options(options: EngineOptions) -> None:
+    """Raise ``ConfigError`` if an option asks for graphs that no model and no backend allows."""
+    largest, most_tokens = options.cuda_graph_max_batch_size, options.cuda_graph_max_tokens
+    if most_tokens and largest == 0:
+        raise ConfigError(
+            f"cuda_graph_max_tokens={most_tokens} does not go with cuda_graph_max_batch_size=0, "
+            "which turns all CUDA graphs off"
+        )
+    most = most_decode_rows(options)
+    batch_sizes(most if largest is None else min(most, largest), options.cuda_graph_batch_sizes)
+
+
 def graph_sizes(
     options: EngineOptions,
     attention: PagedAttention,
@@ -48,7 +62,7 @@ def graph_sizes(
     """What to capture: decode steps by number of rows, steps with prompts by number of tokens.
 
     For ``weights_per_layer`` see ``Resolved``. Raises ``ConfigError`` if an option asks for graphs
-    that are impossible.
+    that are impossible with this backend or model; see ``check_graph_options`` for others.
     """
     most_tokens = options.cuda_graph_max_tokens
     if not attention.can_capture:
@@ -61,11 +75,6 @@ def graph_sizes(
         logger.warning("attention_backend %s runs without CUDA graphs", attention.name)
         return [], []
     decode_sizes = batch_sizes(max_batch_size, options.cuda_graph_batch_sizes)
-    if most_tokens and not decode_sizes:
-        raise ConfigError(
-            f"cuda_graph_max_tokens={most_tokens} does not go with cuda_graph_max_batch_size=0, "
-            "which turns all CUDA graphs off"
-        )
     if most_tokens and not attention.captures_chunks:
         raise ConfigError(
             f"attention_backend {attention.name} cannot be captured in steps with prompts: leave "

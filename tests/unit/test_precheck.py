@@ -74,6 +74,29 @@ def test_the_device_is_known_where_it_is_named() -> None:
         ({"cuda_graph_max_tokens": 8}, "cpu", "cuda_graph_max_tokens=8 needs a GPU"),
         ({"dtype": "float64"}, "cuda", "dtype=float64 is for CPUs"),
         (
+            {"attention_backend": "flashh"},
+            "cuda",
+            "attention_backend 'flashh' is not offered on a GPU; offered are cuda, triton, fa, ",
+        ),
+        ({"attention_backend": "trtllm,fa"}, "cuda", "attention_backend trtllm only decodes"),
+        (
+            {"cuda_graph_max_tokens": 64, "cuda_graph_max_batch_size": 0},
+            "cuda",
+            "cuda_graph_max_tokens=64 does not go with cuda_graph_max_batch_size=0",
+        ),
+        (
+            {"cuda_graph_batch_sizes": "1,2", "cuda_graph_max_batch_size": 0},
+            "cuda",
+            "cuda_graph_batch_sizes=1,2 does not go with cuda_graph_max_batch_size=0",
+        ),
+        ({"cuda_graph_batch_sizes": "a,b"}, "cuda", "must be numbers of 1..256 as 1,2,4, got 'a"),
+        ({"cuda_graph_batch_sizes": "1,900"}, "cuda", "must be numbers of 1..256 as 1,2,4, got"),
+        (
+            {"cuda_graph_batch_sizes": "1,9", "cuda_graph_max_batch_size": 8},
+            "cuda",
+            "must be numbers of 1..8 as 1,2,4, got '1,9'",
+        ),
+        (
             {"group_attention": True, "cache": "naive"},
             None,
             "group_attention=true needs cache=radix",

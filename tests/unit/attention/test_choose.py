@@ -32,6 +32,7 @@ from minisgl_backend.attention.by_rows import DecodeByRows
 from minisgl_backend.attention.expanded import ExpandedPrefill
 from minisgl_backend.attention.flash_attn import FlashAttention
 from minisgl_backend.attention.latent_kernels import LatentDecode, LatentPrefill
+from minisgl_backend.attention.names import DECODE_NAMES, PREFILL_NAMES
 from minisgl_backend.attention.own_kernels import InvariantAttention, TritonDecode, TritonPrefill
 from minisgl_backend.attention.sdpa import SdpaAttention
 from minisgl_backend.errors import ConfigError
@@ -333,6 +334,10 @@ def test_the_reference_needs_nothing_and_is_not_captured() -> None:
 def test_unknown_names_are_refused(option: str) -> None:
     with pytest.raises(ConfigError, match="offered are cuda, triton, fa, fi, trtllm, sdpa"):
         choice(option)
+
+
+def test_each_name_has_a_backend() -> None:
+    assert (tuple(choose._PREFILL), tuple(choose._DECODE)) == (PREFILL_NAMES, DECODE_NAMES)
 
 
 def test_three_names_are_refused() -> None:

@@ -95,11 +95,6 @@ def test_what_cannot_be_captured_is_not(
         (PLAIN, {"cuda_graph_batch_sizes": "1,2"}, "sdpa cannot be captured in CUDA graphs"),
         (
             TRITON,
-            {"cuda_graph_max_tokens": 64, "cuda_graph_max_batch_size": 0},
-            "cuda_graph_max_tokens=64 does not go with cuda_graph_max_batch_size=0",
-        ),
-        (
-            TRITON,
             {"cuda_graph_batch_sizes": "1,2", "cuda_graph_max_batch_size": 0},
             "cuda_graph_batch_sizes=1,2 does not go with cuda_graph_max_batch_size=0",
         ),

@@ -20,6 +20,7 @@ from minisgl_backend.parallel.place import RankPlace, check_comm
 from minisgl_backend.parallel.rendezvous import listen_at
 
 _LEAST_FOR_GUESSES: Final = 4
+_DEFAULTS: Final = EngineOptions()
 
 
 def device_type(options: EngineOptions) -> str | None:
@@ -61,6 +62,10 @@ def check_options(options: EngineOptions, device: str | None) -> None:
         for name in ("comm", "rendezvous", "expert_parallel"):
             if getattr(options, name):
                 raise ConfigError(f"option {name} is for tensor_parallel_size of 2 and more")
+        if options.distributed_timeout_s != _DEFAULTS.distributed_timeout_s:
+            raise ConfigError(
+                "option distributed_timeout_s is for tensor_parallel_size of 2 and more"
+            )
     if options.cache == "naive":
         for name, value in (
             ("group_attention", options.group_attention and "true"),
@@ -72,6 +77,18 @@ def check_options(options: EngineOptions, device: str | None) -> None:
                 raise ConfigError(f"option {name}={value} needs cache=radix")
     _check_replicas(options)
     check_adapters(options)
+    _check_guesses(options)
+    if device is not None:
+        check_comm(options.comm, device, place)
+    if options.batch_invariant:
+        _check_batch_invariant(options)
+    if device == "cuda":
+        _check_on_gpu(options)
+    if device == "cpu":
+        _check_on_cpu(options)
+
+
+def _check_guesses(options: EngineOptions) -> None:
     for name in ("speculative_tokens", "speculative_mtp_tokens"):
         value = getattr(options, name)
         if value and options.max_prefill_tokens < _LEAST_FOR_GUESSES:
@@ -81,14 +98,17 @@ def check_options(options: EngineOptions, device: str | None) -> None:
             )
     if options.speculative_mtp_model is not None and not options.speculative_mtp_tokens:
         raise ConfigError("option speculative_mtp_model needs speculative_mtp_tokens of at least 1")
-    if device is not None:
-        check_comm(options.comm, device, place)
-    if options.batch_invariant:
-        _check_batch_invariant(options)
-    if device == "cuda":
-        _check_on_gpu(options)
-    if device == "cpu":
-        _check_on_cpu(options)
+    most, recent = options.speculative_max_requests, options.speculative_recent_tokens
+    if most != _DEFAULTS.speculative_max_requests and not options.most_guessed:
+        raise ConfigError(
+            f"option speculative_max_requests={most} needs speculative_tokens or "
+            "speculative_mtp_tokens of at least 1"
+        )
+    is_chosen = recent not in (0, _DEFAULTS.speculative_recent_tokens)  # 0: look nothing up
+    if is_chosen and not options.speculative_tokens:
+        raise ConfigError(
+            f"option speculative_recent_tokens={recent} needs speculative_tokens of at least 1"
+        )
 
 
 def _check_replicas(options: EngineOptions) -> None:

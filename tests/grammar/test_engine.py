@@ -495,7 +495,7 @@ def test_the_same_answer_after_a_step_that_broke(
     alone: list[tuple[list[int], FinishReason | None]], overlap: bool, num_guesses: int, when: str
 ) -> None:
     guessing = {"speculative_tokens": num_guesses, "speculative_max_requests": 20}
-    options = EngineOptions.from_mapping({**OPTIONS, **guessing})
+    options = EngineOptions.from_mapping({**OPTIONS, **(guessing if num_guesses else {})})
     info, executor = build_executor(options)
     engine = Engine(
         info,

@@ -116,7 +116,7 @@ def test_tokens_are_those_of_one_rank(
 
 
 def test_tokens_of_two_machines(cable: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    with ranked_engine(1, **OPTIONS) as ranked:
+    with ranked_engine(1, num_pages=OPTIONS["num_pages"]) as ranked:
         expected = serve_short(ranked)
     monkeypatch.setenv("MINISGL_NODE_SECRET", SECRET)
     with node(host=cable.address, machine=cable) as other, group(other) as ranked:

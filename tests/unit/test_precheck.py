@@ -63,7 +63,27 @@ def test_the_device_is_known_where_it_is_named() -> None:
             None,
             "option speculative_mtp_model needs speculative_mtp_tokens of at least 1",
         ),
+        (
+            {"speculative_max_requests": 4},
+            None,
+            "speculative_max_requests=4 needs speculative_tokens or speculative_mtp_tokens of at",
+        ),
+        (
+            {"speculative_recent_tokens": 5},
+            None,
+            "speculative_recent_tokens=5 needs speculative_tokens of at least 1",
+        ),
+        (
+            {"speculative_recent_tokens": 5, "speculative_mtp_tokens": 1},
+            None,
+            "speculative_recent_tokens=5 needs speculative_tokens of at least 1",
+        ),
         ({"comm": "gloo"}, None, "comm is for tensor_parallel_size of 2 and more"),
+        (
+            {"distributed_timeout_s": 5.0},
+            None,
+            "distributed_timeout_s is for tensor_parallel_size of 2 and more",
+        ),
         ({"expert_parallel": True}, None, "expert_parallel is for tensor_parallel_size of 2"),
         ({"rendezvous": "a:1"}, None, "rendezvous is for tensor_parallel_size"),
         ({"tensor_parallel_size": 2, "rendezvous": "a"}, None, "must be HOST:PORT"),
@@ -132,6 +152,19 @@ def test_the_device_is_known_where_it_is_named() -> None:
 def test_options(given: dict[str, Any], device: str | None, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_options(EngineOptions(**given), device)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"speculative_tokens": 2, "speculative_max_requests": 4, "speculative_recent_tokens": 5},
+        {"speculative_mtp_tokens": 2, "speculative_max_requests": 4},
+        {"speculative_recent_tokens": 0},
+        {"tensor_parallel_size": 2, "distributed_timeout_s": 5.0},
+    ],
+)
+def test_options_that_have_what_they_need(given: dict[str, Any]) -> None:
+    check_options(EngineOptions(**given), "cpu")
 
 
 def test_each_replica_may_be_batch_invariant() -> None:

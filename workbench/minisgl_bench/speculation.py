@@ -106,8 +106,14 @@ def speculation(
             return engine.info, [steps(engine, batch, **lengths) for batch in batch_sizes]
 
     info, checks = measured(options)  # first, as the model may lack what is asked for
+    defaults = EngineOptions()
     without = replace(
-        options, speculative_tokens=0, speculative_mtp_tokens=0, speculative_mtp_model=None
+        options,
+        speculative_tokens=0,
+        speculative_mtp_tokens=0,
+        speculative_mtp_model=None,
+        speculative_max_requests=defaults.speculative_max_requests,
+        speculative_recent_tokens=defaults.speculative_recent_tokens,
     )
     _, plain = measured(without)
     report = Report("steps that check guesses", info=engine_facts(info, options))

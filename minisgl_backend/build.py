@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -94,17 +95,18 @@ def _engine_of(
             num_positions,
             info.max_sequence_length,
         )
-    try:
+    with ExitStack() as unless_built:
+        unless_built.callback(executor.close)
         scheduler = build_scheduler(options, info, parts, watch=watch)
         adapters = build_adapters(options, store)
+        if adapters is not None:
+            unless_built.callback(adapters.close)
         if grammars is not None:
             grammars.wait_until_prepared()  # else the first steps would wait for it now and then
         engine = parts.engine(
             info, scheduler, executor, overlap=options.overlap, grammars=grammars, adapters=adapters
         )
-    except BaseException:
-        executor.close()
-        raise
+        unless_built.pop_all()
     if isinstance(executor, LeadingExecutor):
         executor.on_lost(engine.fail)
     return engine
@@ -149,12 +151,14 @@ def build_adapters(options: EngineOptions, store: AdapterStore | None) -> Adapte
         return None
     most = options.max_cpu_loras or 2 * options.max_loras
     adapters = Adapters(store, most_in_memory=most, tasks=adapter_tasks(options))
-    try:
-        for name, path in adapter_paths(options).items():
-            adapters.load(name, path)
-    except InvalidRequest as error:
-        adapters.close()
-        raise ConfigError(str(error)) from error
+    with ExitStack() as unless_loaded:
+        unless_loaded.callback(adapters.close)
+        try:
+            for name, path in adapter_paths(options).items():
+                adapters.load(name, path)
+        except InvalidRequest as error:
+            raise ConfigError(str(error)) from error
+        unless_loaded.pop_all()
     return adapters
 
 

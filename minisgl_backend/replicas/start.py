@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, wait
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Final
@@ -45,15 +46,17 @@ def start_replicas(options: EngineOptions, module: str) -> ReplicatedEngine:
     replicas = [
         ReplicaProcess(index, command, place, asdict(own)) for index, place in enumerate(places)
     ]
-    engine = ReplicatedEngine(_start_all(replicas), replicas, options)
-    for replica in replicas:
-        replica.serve(engine)
-    try:
-        for name, path in adapter_paths(options).items():
-            engine.adapters.load(name, path)
-    except (InvalidRequest, Recovering) as error:
-        engine.close(drain_s=0)
-        raise ConfigError(str(error)) from error
+    with ExitStack() as unless_started:
+        unless_started.callback(_end_all, replicas)
+        engine = ReplicatedEngine(_start_all(replicas), replicas, options)
+        for replica in replicas:
+            replica.serve(engine)
+        try:
+            for name, path in adapter_paths(options).items():
+                engine.adapters.load(name, path)
+        except (InvalidRequest, Recovering) as error:
+            raise ConfigError(str(error)) from error
+        unless_started.pop_all()
     return engine
 
 
@@ -79,28 +82,28 @@ def _of_replica(options: EngineOptions, folder: Path, device: str) -> EngineOpti
 
 
 def _start_all(replicas: Sequence[ReplicaProcess]) -> list[EngineInfo]:
-    """Start the processes, and wait until all have loaded the model. As soon as one cannot start,
-    all are ended."""
+    """Start the processes, and wait until all have loaded the model. Raises ``ConfigError`` as soon
+    as one cannot."""
     infos = []
-    try:
-        for replica in replicas:
-            replica.start()
-        started = [replica.started for replica in replicas]
-        done, _ = wait(started, return_when=FIRST_EXCEPTION)
-        for replica in replicas:
-            if replica.started in done:
-                try:
-                    infos.append(replica.started.result())
-                except ConfigError as error:
-                    raise ConfigError(f"replica {replica.number}: {error}") from None
-    except BaseException:
-        for replica in replicas:
-            replica.stop()
-            replica.kill()
-        for replica in replicas:
-            replica.close()
-        raise
+    for replica in replicas:
+        replica.start()
+    done, _ = wait([replica.started for replica in replicas], return_when=FIRST_EXCEPTION)
+    for replica in replicas:
+        if replica.started in done:
+            try:
+                infos.append(replica.started.result())
+            except ConfigError as error:
+                raise ConfigError(f"replica {replica.number}: {error}") from None
     return infos
+
+
+def _end_all(replicas: Sequence[ReplicaProcess]) -> None:
+    """End processes, some of which may not have started yet."""
+    for replica in replicas:
+        replica.stop()
+        replica.kill()
+    for replica in replicas:
+        replica.close()
 
 
 def gpu_places(number: int, ranks: int, environment: Mapping[str, str]) -> list[ReplicaPlace]:

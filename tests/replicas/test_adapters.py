@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -25,6 +25,7 @@ from minisgl_backend.request import Adapter, AdapterFacts, Request, SamplingPara
 from minisgl_backend.routing.cache_index import CacheIndex
 from minisgl_backend.routing.router import ReplicaCapacity, Router
 from minisgl_backend.runtime.engine_base import EngineBase
+from minisgl_check.processes import children_of
 from minisgl_kit.adapters import write_adapter
 from tests.parallel.engines import Answer, some_prompts, wait_for_all
 from tests.waiting import PATIENCE_S, wait_until
@@ -347,6 +348,22 @@ def test_running_adapters_are_those_of_all(engine: EngineBase) -> None:
         engine.abort(answer.request_id)
     wait_for_all(answers)
     wait_until(lambda: not engine.stats().running_adapters)
+
+
+@pytest.mark.parametrize(("owner", "name"), [(ReplicatedAdapters, "load"), (Router, "__init__")])
+def test_a_start_that_is_cut_off_leaves_no_replicas(
+    owner: type, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While adapters load, and before."""
+
+    def cut_off(*arguments: object, **options: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(owner, name, cut_off)
+    before = children_of(os.getpid())
+    with pytest.raises(KeyboardInterrupt):
+        build_engine(EngineOptions(data_parallel_size=2, lora_modules="a=/a", **OPTIONS))
+    assert set(children_of(os.getpid())) <= set(before)
 
 
 def test_an_adapter_of_the_options_that_does_not_fit_is_a_config_error(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -89,6 +90,32 @@ def test_the_executor_is_closed_if_another_part_cannot_be_made(part: str) -> Non
     with pytest.raises(MemoryError):
         build_engine(OPTIONS, Parts(**parts))
     assert closed == [True]
+
+
+@pytest.mark.parametrize("what", ["engine", "adapter"])
+def test_adapters_are_closed_if_the_start_is_cut_off(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[Adapters] = []
+    close = Adapters.close
+
+    def closing(adapters: Adapters) -> None:
+        closed.append(adapters)
+        close(adapters)
+
+    def cut_off(*_args: Any, **_named: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Adapters, "close", closing)
+    options, parts = replace(OPTIONS, enable_lora=True), Parts()
+    if what == "engine":
+        parts = Parts(engine=cut_off)
+    else:
+        monkeypatch.setattr(Adapters, "load", cut_off)
+        options = replace(options, lora_modules="a=/a")
+    with pytest.raises(KeyboardInterrupt):
+        build_engine(options, parts)
+    assert len(closed) == 1
 
 
 def test_tokens_are_sampled_from_the_logits_that_the_watch_returns() -> None:

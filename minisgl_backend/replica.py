@@ -31,7 +31,13 @@ from typing import Any, Final, NoReturn
 from minisgl_backend.build import build_engine_alone
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.death_signal import end_with
-from minisgl_backend.errors import EngineFailure, EngineLost, InvalidRequest, MiniSGLError
+from minisgl_backend.errors import (
+    EngineFailure,
+    EngineLost,
+    InvalidRequest,
+    MiniSGLError,
+    Overloaded,
+)
 from minisgl_backend.parts import STANDARD, Parts
 from minisgl_backend.replicas.gatherer import Gatherer, Happened
 from minisgl_backend.replicas.messages import (
@@ -127,9 +133,12 @@ def _take(
     request, ids = decode_request(message)
     try:
         engine.submit_samples(samples_of(request, ids), [partial(sink, each) for each in ids])
-    except MiniSGLError as error:  # the engine is breaking: the parent has checked the request
+    except MiniSGLError as error:
+        # the parent keeps the limits of the queue, so only an engine that breaks is overloaded
+        is_lost = isinstance(error, Overloaded)
+        end = Failed(EngineLost(str(error)) if is_lost else error)
         for each in ids:
-            sink(each, Failed(EngineLost(str(error))))
+            sink(each, end)
 
 
 def _load(order: tuple[int, str, str], engine: Engine, put: Callable[[Happened], None]) -> None:

@@ -216,6 +216,12 @@ class Lifecycle:
         if end > begin:
             self.rows.skip(sequence.row, end)
 
+    def grow_surely(self, rows: IntArray, draft: Draft) -> None:
+        """Grant each of the rows one more page. Raises ``InvariantError`` if there are too few:
+        ``room`` has said that there are enough."""
+        if not self.grow(rows, draft):
+            raise InvariantError("the cache does not grant the pages that it counts as available")
+
     def grow(self, rows: IntArray, draft: Draft) -> bool:
         """Grant each of the rows one more page. False if there are too few: then none gets one."""
         size, capacity = self.cache.page_size, self.rows.capacity

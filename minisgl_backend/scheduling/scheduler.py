@@ -9,24 +9,7 @@ A step first decodes every row that can decode. Then it spends ``max_prefill_tok
 prompts in the order of precedence, and admits sequences as it goes. So prefill never keeps decode
 waiting.
 
-Rows may decode with guesses at their next tokens (``guesses``), with at most half of the budget.
-What is looked up depends on all tokens of a row, and what is planned next on how many guesses were
-right. So while a step that they wait for, or that checks some, is in flight, nothing is planned,
-unless only the MTP layer guesses.
-
-With such a layer, a step also names the rows for which the layer makes guesses in it. The layer
-computes a few positions ahead of a row, which need pages; rows for which there are none to spare
-decode without. How many tokens it guesses is known: what it guesses stays on the device, unless a
-grammar has to allow it. So the next step can be planned *ahead*, while one with guesses is in
-flight, as if all of these were right: then rows need the most pages, and are nearest to their ends.
-Before it is launched, rows are moved back to before wrong guesses (``checks.moved_back``). No row
-is worse off than if the step had waited: it waits unless all rows can have all their guesses,
-wherever they are.
-
-Recurrent states cannot go back to before a wrong guess. So a step with guesses keeps the updates of
-all rows that decode in it, and the next step with a row adds those that count (``plan.Checks``).
-All that the planner does about it is to bound the number of such rows, and to end guesses where
-states are kept.
+Rows may decode with guesses at their next tokens (``guess_planner``).
 
 When the pool of pages is empty, the running sequences that are last in precedence are retracted:
 their computed pages are published, and they return to their old place in the queue. Later they
@@ -38,9 +21,6 @@ Must not know clocks, threads, devices or tensors, nor what a token means.
 Invariants:
 - Rows and pages are given back only when no step in flight can write to them.
 - While a request is live and no step is in flight, ``plan`` returns a step.
-- A row with guesses in flight is in at most one other step in flight, which checks guesses, too.
-- At most ``speculative_max_requests`` rows have updates that are not added to their states yet, if
-  those of released rows do not count.
 - Steps run in the order in which they were planned. So a page freed here may be granted again at
   once: the step that writes to it runs after all steps that read what it held.
 - A page that may hold NaN and is freed is named as broken by the next plan, so at the latest by the
@@ -49,16 +29,13 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
 
 import numpy as np
 
 from minisgl_backend.cache.kv import KVCache
 from minisgl_backend.errors import InvariantError
 from minisgl_backend.plan import (
-    LAST_TOKEN,
     NO_SNAPSHOT,
     TO_SAMPLE,
     Admission,
@@ -75,6 +52,7 @@ from minisgl_backend.request import (
 from minisgl_backend.scheduling.adapter_places import AdapterPlaces
 from minisgl_backend.scheduling.admission import AdmissionControl
 from minisgl_backend.scheduling.draft import Draft
+from minisgl_backend.scheduling.guess_planner import GuessPlanner
 from minisgl_backend.scheduling.guesses import Guesser
 from minisgl_backend.scheduling.intake import Intake
 from minisgl_backend.scheduling.lifecycle import Lifecycle
@@ -84,9 +62,6 @@ from minisgl_backend.scheduling.report import Counters, SchedulerStats, StepResu
 from minisgl_backend.scheduling.room import Room
 from minisgl_backend.scheduling.sequence import Phase, Precedence, Sequence, by_precedence
 from minisgl_backend.scheduling.waiting import WaitingQueue
-
-_NO_STEP: Final = -1
-_NOT_GRANTED: Final = "the cache does not grant the pages that it counts as available"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,18 +143,23 @@ class Scheduler:
         self._rows = self._life.rows
         self._queue = self._life.queue
         self._admission = AdmissionControl(self._life, config.reserve_tokens)
-        self._guesser: Guesser | None = None
+        guesser: Guesser | None = None
         if recent is not None:
-            self._guesser = Guesser(
+            guesser = Guesser(
                 self._rows,
                 recent,
                 most_tokens=config.speculative_tokens,
                 max_rows=config.speculative_max_requests,
                 mtp_tokens=config.mtp_tokens,
             )
-        self._last_checks = _NO_STEP  # the last step with guesses ...
-        self._checked_rows = EMPTY  # ... and the rows that have some
-        self._intake = Intake(self._life, self._guesser, self._counters)
+        self._guess_planner = GuessPlanner(
+            self._life,
+            guesser,
+            max_prefill_tokens=config.max_prefill_tokens,
+            mtp_tokens=config.mtp_tokens,
+            section=config.section,
+        )
+        self._intake = Intake(self._life, guesser, self._counters)
         self._next_step = 0
         self._next_commit = 0
 
@@ -197,19 +177,18 @@ class Scheduler:
 
     def plan(self, lookahead: Lookahead | None = None) -> StepPlan | None:
         """The next step, or None if nothing can run now."""
-        unjudged = self._unjudged_rows()
-        guesses = self._next_guesses(unjudged, lookahead)
+        in_flight = range(self._next_commit, self._next_step)
+        guesses = self._guess_planner.next_guesses(in_flight, lookahead)
         if guesses is None:
             return None
         draft = Draft(self._config.max_prefill_tokens)
-        draft.assumes_right = len(unjudged) > 0
         self._life.begin_plan()
-        self._plan_guesses(guesses, draft)
+        self._guess_planner.plan(guesses, self._next_step, draft)
         under_pressure = self._plan_decodes(draft)
         self._plan_prefills(draft, admit=not under_pressure)
         if draft.is_empty:
             return None
-        self._plan_mtp(draft)
+        self._guess_planner.plan_mtp(draft)
         self._life.grant_remaps(draft)
         plan = draft.freeze(
             self._next_step,
@@ -280,131 +259,6 @@ class Scheduler:
             self._life.states.keep(ready, positions, draft)
         return under_pressure
 
-    def _unjudged_rows(self) -> IntArray:
-        """The rows that go on from guesses which are in flight, int32[n]."""
-        if self._last_checks < self._next_commit:
-            return EMPTY
-        rows, checked = self._rows, self._checked_rows
-        return checked[rows.accepting[checked] & ~rows.retiring[checked]]
-
-    def _next_guesses(
-        self, unjudged: IntArray, lookahead: Lookahead | None
-    ) -> Mapping[int, IntArray] | None:
-        """The guesses that the next step checks, by row; None if the step has to wait, for those in
-        flight or for tokens to guess from."""
-        guesser = self._guesser
-        if guesser is None:
-            return {}
-        may_go_ahead = (
-            guesser.all_on_device
-            and self._next_step - self._next_commit == 1
-            and not self._rows.masked.any()
-        )
-        if len(unjudged) and not may_go_ahead:
-            return None
-        ready = self._rows.ready_to_decode()
-        candidates = np.union1d(ready, unjudged) if len(unjudged) else ready
-        guesses = guesser.of_rows(candidates, lookahead)
-        waits = any(self._rows.in_flight[row] for row in guesses)
-        if (waits or len(unjudged)) and not (
-            may_go_ahead and self._have_room(guesses, unjudged, ready)
-        ):
-            return None
-        return guesses
-
-    def _have_room(
-        self, guesses: Mapping[int, IntArray], unjudged: IntArray, ready: IntArray
-    ) -> bool:
-        """Whether a step that is planned ahead can check all ``guesses``, among them as many as
-        there can be of each row that is ``unjudged``."""
-        rows, size, most = self._rows, self._cache.page_size, self._config.mtp_tokens
-        if any(len(guesses.get(row, EMPTY)) < most for row in unjudged.tolist()):
-            return False
-        # a row whose states are to be kept may not have got to the position
-        if (
-            self._life.states is not None
-            and (rows.planned[unjudged] + 1 + most > rows.keeps_at[unjudged]).any()
-        ):
-            return False
-        lengths = [1 + len(guessed) for guessed in guesses.values()]
-        if sum(lengths) > self._config.max_prefill_tokens // 2:
-            return False
-        checked = np.array([*guesses], np.int32)
-        missing = rows.planned[checked] + np.array(lengths, np.int32) - rows.capacity[checked]
-        num_pages = int((-(-missing // size)).clip(min=0).sum())
-        return num_pages + len(rows.short(ready) - {*guesses}) <= self._life.room.most_rows
-
-    def _plan_guesses(self, guesses: Mapping[int, IntArray], draft: Draft) -> None:
-        """Let rows decode with as many of their ``guesses`` as pages and half of the budget allow.
-        Rows for which that is none decode without. No row passes a position at which its states are
-        to be kept."""
-        if not guesses:
-            return
-        rows, states = self._rows, self._life.states
-        checked_rows = []
-        left = draft.budget // 2
-        ready = rows.ready_to_decode()
-        short = rows.short(ready)
-        for row, guessed in guesses.items():
-            start = int(rows.planned[row])  # the position of the last token
-            end = start + min(1 + len(guessed), left)
-            if (section := self._config.section) is not None:
-                end = min(end, (start // section + 1) * section)
-            if states is not None:
-                end = min(end, states.kept_next(row, start))
-            end = min(end, self._reach(row, short))
-            if end < start + 2:  # and is granted nothing, since it may still be retracted at once
-                continue
-            self._grow_up_to(end, row, short, draft)
-            last = LAST_TOKEN if rows.in_flight[row] else rows.last_token(row)
-            tokens = np.array([last, *guessed[: end - start - 1]], np.int32)
-            left -= len(tokens)
-            rows.plan_guesses(row, end)
-            draft.check(row, start, tokens)
-            if states is not None:
-                states.keep(np.array([row], np.int32), np.array([start], np.int32), draft)
-            checked_rows.append(row)
-        if checked_rows:
-            self._last_checks = self._next_step
-            self._checked_rows = np.array(checked_rows, np.int32)
-
-    def _plan_mtp(self, draft: Draft) -> None:
-        """Let the MTP layer guess at what follows the tokens of this step, for each row that can
-        use that and for which there are pages for the layer's passes. The others go on without."""
-        if self._guesser is None or not self._config.mtp_tokens:
-            return
-        rows, sampled = self._rows, draft.sample_rows
-        wanting = self._guesser.wanting_mtp(sampled)
-        if not len(wanting):
-            return
-        # [0, planned)     computed by the model and the layer, in this step or before
-        # [planned, end)   computed by the layer alone, at the most
-        ends = rows.planned[wanting] + np.int32(self._config.mtp_tokens - 1)
-        has_pages = ends <= rows.capacity[wanting]
-        if not has_pages.all():
-            short = rows.short(np.union1d(rows.ready_to_decode(), sampled))
-            for index in np.flatnonzero(~has_pages).tolist():
-                row, end = int(wanting[index]), int(ends[index])
-                if end <= self._reach(row, short):
-                    self._grow_up_to(end, row, short, draft)
-                    has_pages[index] = True
-        draft.guess_next(wanting[has_pages])
-        self._guesser.expect_mtp(draft.mtp_rows)
-
-    def _reach(self, row: int, short: set[int]) -> int:
-        """The position up to which the row has pages or can be granted some: pages are for the
-        other rows that are ``short`` of one first."""
-        num_spare = self._life.room.most_rows - len(short - {row})
-        return int(self._rows.capacity[row]) + max(0, num_spare) * self._cache.page_size
-
-    def _grow_up_to(self, end: int, row: int, short: set[int], draft: Draft) -> None:
-        """Grant the row pages for all positions before ``end``, which it can reach. If it gets one,
-        it is not ``short`` anymore."""
-        while self._rows.capacity[row] < end:
-            if not self._life.grow(np.array([row], np.int32), draft):
-                raise InvariantError(_NOT_GRANTED)
-            short.discard(row)
-
     def _grow_first(self, short: IntArray, draft: Draft) -> None:
         """Retract sequences, the last in precedence first, until the others can grow.
 
@@ -426,8 +280,8 @@ class Scheduler:
             if victim.phase is Phase.RETIRING:
                 coming = coming.with_more(self._life.gain(victim))
         first = [sequence.row for sequence in needy[: self._life.room.most_rows]]
-        if first and not self._life.grow(np.array(first, dtype=np.int32), draft):
-            raise InvariantError(_NOT_GRANTED)
+        if first:
+            self._life.grow_surely(np.array(first, dtype=np.int32), draft)
 
     def _plan_prefills(self, draft: Draft, *, admit: bool) -> None:
         """Prefill running and, with ``admit``, waiting sequences, all in order of precedence.
@@ -489,8 +343,7 @@ class Scheduler:
         if not (len(self._queue) and draft.budget):
             return
         for sequence in self._admission.admit(before):
-            if self._guesser is not None:
-                self._guesser.begin(sequence.row)
+            self._guess_planner.begin(sequence.row)
             self._announce(sequence, draft)
             self._plan_chunk(sequence, draft)
             if not draft.budget:

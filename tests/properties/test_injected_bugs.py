@@ -24,13 +24,13 @@ from minisgl_backend.errors import InvariantError
 from minisgl_backend.plan import MTP_GUESS, Groups, SampledTokens, StepPlan
 from minisgl_backend.request import EMPTY, IntArray, PromptLogprobs, RequestId
 from minisgl_backend.scheduling.draft import Draft
+from minisgl_backend.scheduling.guess_planner import GuessPlanner
 from minisgl_backend.scheduling.guesses import Guesser
 from minisgl_backend.scheduling.intake import Intake
 from minisgl_backend.scheduling.lifecycle import Lifecycle
 from minisgl_backend.scheduling.lookahead import Lookahead
 from minisgl_backend.scheduling.report import StepResult
 from minisgl_backend.scheduling.running import RunningRows
-from minisgl_backend.scheduling.scheduler import Scheduler
 from minisgl_backend.scheduling.sequence import Phase, Sequence
 from minisgl_backend.scheduling.state_snapshots import StateSnapshots
 from tests.fakes.harness import (
@@ -313,8 +313,8 @@ def guessed_beside_many(patch: pytest.MonkeyPatch) -> None:
 
 def mtp_passes_without_pages(patch: pytest.MonkeyPatch) -> None:
     """The MTP layer guesses for rows that have no pages for its passes."""
-    patch.setattr(Scheduler, "_reach", lambda self, row, short: 10_000)
-    patch.setattr(Scheduler, "_grow_up_to", lambda self, end, row, short, draft: None)
+    patch.setattr(GuessPlanner, "_reach", lambda self, row, short: 10_000)
+    patch.setattr(GuessPlanner, "_grow_up_to", lambda self, end, row, short, draft: None)
 
 
 def mtp_guesses_of_an_earlier_step(patch: pytest.MonkeyPatch) -> None:

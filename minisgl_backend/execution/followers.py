@@ -14,7 +14,6 @@ import logging
 import os
 import select
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +21,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack
 from typing import Final
 
+from minisgl_backend.child_process import import_path
 from minisgl_backend.errors import ConfigError, EngineFailure
 from minisgl_backend.execution.node_channel import OtherNodes
 from minisgl_backend.execution.rank_channel import LeaderEnd
@@ -193,9 +193,3 @@ class Followers:
             complaint = self._complaint()
             if complaint is not None:
                 self.lose(complaint)
-
-
-def import_path() -> dict[str, str]:
-    """Variables with which a child imports the same modules as this process, in any folder."""
-    folders = map(os.path.abspath, sys.path)
-    return {"PYTHONPATH": os.pathsep.join(folders), "PYTHONSAFEPATH": "1"}

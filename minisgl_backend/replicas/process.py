@@ -24,8 +24,8 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Final, Protocol
 
+from minisgl_backend.child_process import import_path
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.execution.followers import import_path
 from minisgl_backend.replicas.messages import Incoming, Message, decode_info, send
 from minisgl_backend.runtime.engine_base import EngineInfo
 

@@ -27,8 +27,9 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
+from minisgl_backend.child_process import import_path
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.execution.followers import CANNOT_START, import_path
+from minisgl_backend.execution.followers import CANNOT_START
 from minisgl_backend.execution.node_handshake import NodePlace, NotYet, Welcome, knock
 from minisgl_backend.parallel.place import RankPlace, host_and_port
 from minisgl_backend.server.stop_event import StopEvent

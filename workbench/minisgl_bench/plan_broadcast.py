@@ -20,8 +20,9 @@ from typing import Final
 import click
 import numpy as np
 
+from minisgl_backend.child_process import import_path
 from minisgl_backend.death_signal import end_with
-from minisgl_backend.execution.followers import Followers, import_path
+from minisgl_backend.execution.followers import Followers
 from minisgl_backend.execution.node_channel import NodeFollowerEnd, OtherNodes
 from minisgl_backend.execution.node_handshake import NodePlace, knock
 from minisgl_backend.execution.rank_channel import FollowerEnd, HostFollowerEnd

@@ -5,7 +5,8 @@ Everything here is immutable.
 
 A request's events arrive in this order: at most one ``Admitted``, any number of ``PromptLogprobs``,
 any number of ``Generated`` or one ``Embedded``, then exactly one terminal event, ``Finished`` or
-``Failed``.
+``Failed``. Common tokens of a ``BufferedSink`` go to its buffer instead of being ``Generated``
+(``token_buffer``).
 """
 
 from __future__ import annotations
@@ -339,39 +340,3 @@ TerminalEvent: TypeAlias = Finished | Failed
 Event: TypeAlias = Admitted | PromptLogprobs | Generated | Embedded | TerminalEvent
 Sink: TypeAlias = Callable[[Event], None]
 """Takes the events of one request. Called on the engine's thread, so it must only enqueue."""
-
-
-class TokenBuffer:
-    """Where a request's common tokens go: those that are not its last and have no
-    log-probabilities. An event and a call for each of them would cost more than everything else.
-
-    Only the engine's thread appends to ``tokens``. If a token ``is_awaited``, it then calls
-    ``wake``, as it would call a sink. Only one thread at a time takes tokens from the front. A
-    reader first sets ``is_awaited`` and then looks for tokens, so it misses none.
-    """
-
-    __slots__ = ("is_awaited", "tokens", "wake")
-
-    def __init__(self, wake: Callable[[], None]) -> None:
-        self.tokens: list[TokenId] = []
-        self.is_awaited = True
-        self.wake = wake
-
-    def take(self) -> list[TokenId]:
-        """Remove and return what is there; more may be appended meanwhile."""
-        taken = self.tokens[:]
-        del self.tokens[: len(taken)]
-        return taken
-
-
-class BufferedSink:
-    """A request's sink whose common tokens go to ``buffer`` instead."""
-
-    __slots__ = ("buffer", "sink")
-
-    def __init__(self, sink: Sink, buffer: TokenBuffer) -> None:
-        self.sink = sink
-        self.buffer = buffer
-
-    def __call__(self, event: Event) -> None:
-        self.sink(event)

@@ -30,7 +30,6 @@ from minisgl_backend.errors import (
 )
 from minisgl_backend.request import (
     Adapter,
-    BufferedSink,
     FinishReason,
     Request,
     RequestId,
@@ -42,6 +41,7 @@ from minisgl_backend.runtime.capacity import Capacity
 from minisgl_backend.runtime.open_requests import OpenRequest
 from minisgl_backend.runtime.recorder import EngineStats, Observations, Recorder, Refusal
 from minisgl_backend.runtime_files import State
+from minisgl_backend.token_buffer import BufferedSink
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,12 +26,12 @@ from minisgl_backend.request import (
     Request,
     RequestId,
     Sink,
-    TokenBuffer,
     TokenId,
 )
 from minisgl_backend.runtime.recorder import Recorder
 from minisgl_backend.runtime.timeouts import Timeouts
 from minisgl_backend.scheduling.report import StepResult
+from minisgl_backend.token_buffer import TokenBuffer
 
 logger = logging.getLogger(__name__)
 

@@ -26,7 +26,6 @@ from typing import Final, Protocol
 
 from minisgl_backend.errors import EngineFailure, MiniSGLError
 from minisgl_backend.request import (
-    BufferedSink,
     Event,
     Failed,
     Finished,
@@ -34,6 +33,7 @@ from minisgl_backend.request import (
     RequestId,
     Sink,
 )
+from minisgl_backend.token_buffer import BufferedSink
 from minisgl_backend.tritonserver.channel import EngineChannel
 from minisgl_backend.tritonserver.lane import num_stream_lanes
 from minisgl_backend.tritonserver.outbox import Outbox

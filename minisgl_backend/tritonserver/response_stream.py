@@ -38,9 +38,9 @@ from minisgl_backend.request import (
     Generated,
     PromptLogprobs,
     RequestId,
-    TokenBuffer,
     TokenLogprobs,
 )
+from minisgl_backend.token_buffer import TokenBuffer
 from minisgl_backend.tritonserver.responder import Responder
 from minisgl_backend.tritonserver.window import Window
 from minisgl_backend.wire.acks import Ack, Verdict

@@ -33,7 +33,6 @@ from minisgl_backend.replicas.messages import (
 from minisgl_backend.replicas.replicated_engine import ReplicatedEngine
 from minisgl_backend.request import (
     Admitted,
-    BufferedSink,
     Event,
     Failed,
     Finished,
@@ -43,7 +42,6 @@ from minisgl_backend.request import (
     Request,
     RequestId,
     SamplingParams,
-    TokenBuffer,
     TokenLogprobs,
     samples_of,
 )
@@ -51,6 +49,7 @@ from minisgl_backend.routing.router import Placement, Router
 from minisgl_backend.runtime.recorder import EngineStats, Observations
 from minisgl_backend.runtime_files import State
 from minisgl_backend.scheduling.report import SchedulerStats
+from minisgl_backend.token_buffer import BufferedSink, TokenBuffer
 from tests.fakes.engine_info import engine_info
 
 INFO = engine_info(eos_token_ids=(7,), page_size=4, max_queued_requests=99, max_queued_tokens=10**9)

@@ -16,16 +16,15 @@ from minisgl_backend.errors import (
 from minisgl_backend.plan import Pending, StepPlan
 from minisgl_backend.request import (
     Admitted,
-    BufferedSink,
     Event,
     Failed,
     Finished,
     FinishReason,
     Generated,
     PromptLogprobs,
-    TokenBuffer,
     samples_of,
 )
+from minisgl_backend.token_buffer import BufferedSink, TokenBuffer
 from tests.fakes.clock import LoopClock
 from tests.fakes.executor import (
     Model,

@@ -13,12 +13,12 @@ from minisgl_backend.request import (
     Request,
     RequestId,
     SamplingParams,
-    TokenBuffer,
     TokenLogprobs,
 )
 from minisgl_backend.runtime.open_requests import OpenRequest, OpenRequests
 from minisgl_backend.runtime.recorder import Recorder
 from minisgl_backend.scheduling.report import StepResult
+from minisgl_backend.token_buffer import TokenBuffer
 from tests.fakes.executor import tokens_of
 
 ENDS, GOES_ON = RequestId(7), RequestId(8)

@@ -43,7 +43,7 @@ def as_decodes(plan: StepPlan) -> tuple[Decodes, IntArray, Groups]:
     )
 
 
-def check_lengths(plan: StepPlan) -> IntArray:
+def lengths_as_decodes(plan: StepPlan) -> IntArray:
     """The numbers of tokens of rows in ``as_decodes``, int32 [num_rows]; none if no row has
     guesses."""
     if not len(plan.checks.rows):

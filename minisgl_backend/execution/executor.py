@@ -24,7 +24,7 @@ from minisgl_backend.attention.base import PagedAttention
 from minisgl_backend.device.base import Device, HostArray, Submission
 from minisgl_backend.errors import InvariantError
 from minisgl_backend.execution.adapters import AdapterStore, RowAdapters
-from minisgl_backend.execution.checks import are_decoded, as_decodes, check_lengths
+from minisgl_backend.execution.checks import are_decoded, as_decodes, lengths_as_decodes
 from minisgl_backend.execution.embeddings import Embeddings
 from minisgl_backend.execution.flat_batch import FlatBatch
 from minisgl_backend.execution.graph_sizes import batch_sizes
@@ -263,7 +263,7 @@ class ModelExecutor:
             return None
         due = self._states.take_due(plan)
         if len(plan.checks.rows):
-            return UnsettledStep(check_lengths(plan), due)
+            return UnsettledStep(lengths_as_decodes(plan), due)
         self._settle_and_keep(self._states, plan, due)
         return None
 

@@ -132,7 +132,7 @@ class LeadingExecutor:
         """The tokens of a launched step. Raises ``EngineFailure`` if a rank is lost."""
         outcome = step.outcome
         if outcome is None:
-            outcome = self._settle(step)
+            outcome = self._outcome_of(step)
             if isinstance(outcome, Exception):
                 with self._turn:
                     self._regroup(outcome)
@@ -154,7 +154,7 @@ class LeadingExecutor:
         self._group.leave(patience_s=_LEAVE_S)
         del self._executor  # followers and errors may keep this object, but not the device's memory
 
-    def _settle(self, step: _LeadingStep) -> SampledTokens | Exception:
+    def _outcome_of(self, step: _LeadingStep) -> SampledTokens | Exception:
         """Wait for rank 0's part of a step, and return its outcome."""
         outcome: SampledTokens | Exception
         with self._waiting():
@@ -185,7 +185,7 @@ class LeadingExecutor:
         if isinstance(cause, EngineFailure):
             raise self.followers.lose(f"a step failed: {cause}") from cause
         while self._launched:
-            self._settle(self._launched[0])
+            self._outcome_of(self._launched[0])
         self._executor.renew()
         try:
             self._channel.ask()

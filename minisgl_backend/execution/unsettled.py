@@ -28,7 +28,7 @@ Due: TypeAlias = list[tuple[int, int, int, int]]
 class UnsettledStep:
     """What a captured step with guesses does to states: it settles the checks that are ``due``, and
     leaves its decoding rows unsettled. ``lengths`` int32 [num_rows]: the numbers of their tokens
-    (``execution.checks.check_lengths``)."""
+    (``execution.checks.lengths_as_decodes``)."""
 
     lengths: IntArray
     due: Due

@@ -35,7 +35,7 @@ _NOT_ALLOWED: Final = "doesn't satisfy the grammar"
 """Part of llguidance's error for a token that the mask forbids; other errors are about limits."""
 
 
-class State(Enum):
+class AnswerState(Enum):
     """The state of an answer that cannot go on after its last token."""
 
     COMPLETE = auto()
@@ -332,7 +332,7 @@ class Grammars:
         asked.add_done_callback(finish)
         return asked.cancel
 
-    def advance(self, batch: Batch, token_ids: Sequence[TokenId]) -> dict[int, State]:
+    def advance(self, batch: Batch, token_ids: Sequence[TokenId]) -> dict[int, AnswerState]:
         """Take one more token of each answer; returns the answers that cannot go on, by index."""
         inners, indices = batch.inners, batch.take(token_ids)
         if not indices:
@@ -342,7 +342,7 @@ class Grammars:
             index: _state_of(inners[index]) for index in indices if inners[index].is_stopped()
         }
         for index, state in states.items():
-            if state is State.TOO_COMPLEX:
+            if state is AnswerState.TOO_COMPLEX:
                 self._compiler.drop(batch.matchers[index].grammar)
         return states
 
@@ -382,7 +382,7 @@ class Grammars:
                 raise InvalidRequest(f"a grammar cannot begin after {token_id}: it is not a token")
 
 
-def _state_of(stopped: LLMatcher) -> State:
+def _state_of(stopped: LLMatcher) -> AnswerState:
     if not stopped.is_error():
-        return State.COMPLETE
-    return State.BROKEN if _NOT_ALLOWED in stopped.get_error() else State.TOO_COMPLEX
+        return AnswerState.COMPLETE
+    return AnswerState.BROKEN if _NOT_ALLOWED in stopped.get_error() else AnswerState.TOO_COMPLEX

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from minisgl_backend.errors import EngineFailure, InvalidRequest, MiniSGLError, Unsupported
-from minisgl_backend.grammar.matchers import Batch, Filling, Grammars, Matcher, State
+from minisgl_backend.grammar.matchers import AnswerState, Batch, Filling, Grammars, Matcher
 from minisgl_backend.plan import NO_TOKEN, Pending, StepPlan
 from minisgl_backend.request import (
     Failed,
@@ -197,14 +197,14 @@ class Constraints:
         }
 
 
-def _end_of(state: State) -> TerminalEvent:
+def _end_of(state: AnswerState) -> TerminalEvent:
     """A new event each time: whoever raises an error adds to its traceback."""
     match state:
-        case State.COMPLETE:
+        case AnswerState.COMPLETE:
             return Finished(FinishReason.STOP)
-        case State.TOO_COMPLEX:
+        case AnswerState.TOO_COMPLEX:
             return Failed(InvalidRequest("the grammar is too complex"))
-        case State.BROKEN:
+        case AnswerState.BROKEN:
             return Failed(EngineFailure("a token does not follow the grammar"))
 
 

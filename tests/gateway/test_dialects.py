@@ -30,7 +30,7 @@ from minisgl_gateway.template import Template
 from minisgl_gateway.tools import Calls, Tool
 
 from minisgl_backend.errors import InvalidRequest
-from minisgl_backend.grammar.matchers import Batch, Grammars, State
+from minisgl_backend.grammar.matchers import AnswerState, Batch, Grammars
 from minisgl_backend.text.chat_format import ToolDialect
 from minisgl_backend.text.detokenizer import TextStream
 from minisgl_backend.text.messages import join_parts
@@ -137,7 +137,7 @@ class Engine:
             if token != EOS:
                 tokens.append(token)
             ended = self.grammars.advance(Batch([matcher]), [token])
-            assert State.BROKEN not in ended.values()
+            assert AnswerState.BROKEN not in ended.values()
             if ended:
                 stream = TextStream(self.vocabulary, skip_special_tokens=False)
                 return stream.push(tokens, final=True).text

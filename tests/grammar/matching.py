@@ -12,7 +12,7 @@ import numpy as np
 
 import minisgl_backend
 from minisgl_backend.errors import MiniSGLError
-from minisgl_backend.grammar.matchers import Batch, Grammars, Matcher, State
+from minisgl_backend.grammar.matchers import AnswerState, Batch, Grammars, Matcher
 from minisgl_backend.request import Grammar, GrammarKind, SamplingParams
 from minisgl_backend.text.detokenizer import TextStream
 from minisgl_backend.text.tokenizer_files import load_vocabulary
@@ -69,7 +69,7 @@ def follow(grammars: Grammars, matcher: Matcher, text: str) -> bool:
             return False
         token = max(options, key=lambda option: len(VOCABULARY.pieces[option]))
         rest = rest[len(VOCABULARY.pieces[token]) :]
-        if grammars.advance(Batch([matcher]), [token]) == {0: State.COMPLETE}:
+        if grammars.advance(Batch([matcher]), [token]) == {0: AnswerState.COMPLETE}:
             return not rest
     return EOS in allowed(grammars, matcher)
 
@@ -86,6 +86,6 @@ def walk(grammars: Grammars, matcher: Matcher, chance: random.Random) -> str | N
             few = chance.sample(options, min(4, len(options)))
             token = min(few, key=lambda option: len(VOCABULARY.pieces[option]))
         tokens.append(token)
-        if grammars.advance(Batch([matcher]), [token]) == {0: State.COMPLETE}:
+        if grammars.advance(Batch([matcher]), [token]) == {0: AnswerState.COMPLETE}:
             return TextStream(VOCABULARY).push(tokens, final=True).text
     return None

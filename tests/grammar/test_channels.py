@@ -9,7 +9,7 @@ from typing import Any, Final
 import pytest
 
 from minisgl_backend.errors import InvalidRequest, Unsupported
-from minisgl_backend.grammar.matchers import Batch, Grammars, State
+from minisgl_backend.grammar.matchers import AnswerState, Batch, Grammars
 from minisgl_backend.text.tokenizer import PromptEncoder
 from minisgl_backend.text.tokenizer_files import load_definition
 from minisgl_backend.wire.generation import TextPrompt
@@ -67,7 +67,7 @@ class Engine:
         while left:
             state = self.grammars.advance(Batch([matcher]), [left.pop(0)]).get(0)
             if state is not None:
-                return state is State.COMPLETE and left in ([], [self._end])
+                return state is AnswerState.COMPLETE and left in ([], [self._end])
         return False
 
 

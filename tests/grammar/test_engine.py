@@ -32,7 +32,7 @@ from minisgl_backend.errors import (
     Overloaded,
     Unsupported,
 )
-from minisgl_backend.grammar.matchers import WORD, Batch, Grammars, Matcher, State
+from minisgl_backend.grammar.matchers import WORD, AnswerState, Batch, Grammars, Matcher
 from minisgl_backend.kernels.sampling_table import WORD as WORD_OF_A_TABLE
 from minisgl_backend.parts import STANDARD
 from minisgl_backend.plan import NO_TOKEN, Pending, SampledTokens, StepPlan
@@ -240,8 +240,10 @@ def test_each_answer_that_fails_has_an_error_of_its_own(
 ) -> None:
     """Else the traceback of one error would grow with every request, and keep its callers alive."""
 
-    def advance(grammars: Grammars, batch: Batch, token_ids: Sequence[int]) -> dict[int, State]:
-        return dict.fromkeys(range(len(token_ids)), State.BROKEN)
+    def advance(
+        grammars: Grammars, batch: Batch, token_ids: Sequence[int]
+    ) -> dict[int, AnswerState]:
+        return dict.fromkeys(range(len(token_ids)), AnswerState.BROKEN)
 
     monkeypatch.setattr(Grammars, "advance", advance)
     one, two = answered(ranked, *2 * [SamplingParams(grammar=grammar("choice", ["yes"]))])

@@ -13,7 +13,7 @@ import pytest
 
 from minisgl_backend.errors import RequestError
 from minisgl_backend.grammar.formats import FORMATS
-from minisgl_backend.grammar.matchers import Batch, Grammars, Matcher, State
+from minisgl_backend.grammar.matchers import AnswerState, Batch, Grammars, Matcher
 from tests.docs.markdown import Page
 from tests.grammar.formats import (
     ANY,
@@ -175,7 +175,7 @@ def test_an_answer_ends_where_its_format_does(
         token = next(t for t in options if rest.startswith(VOCABULARY.pieces[t]))
         rest = rest[len(VOCABULARY.pieces[token]) :]
         states = grammars.advance(Batch([matcher]), [token])
-        assert states == ({} if rest else {0: State.COMPLETE})
+        assert states == ({} if rest else {0: AnswerState.COMPLETE})
 
 
 START, END = (VOCABULARY.names.index(name) for name in ("<|im_start|>", "<|im_end|>"))

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from minisgl_backend.errors import InvalidRequest, RequestError
-from minisgl_backend.grammar.matchers import Batch, Grammars, State
+from minisgl_backend.grammar.matchers import AnswerState, Batch, Grammars
 from minisgl_backend.text.tokenizer_files import load_definition
 from tests.grammar.matching import EOS, FOLDER, VOCABULARY, allowed, compiled, follow, walk
 from tests.grammar.schemas import SCHEMAS, closed
@@ -436,7 +436,7 @@ def test_a_section_before_the_grammar_must_be_opened_by_the_first_token(
     (x,) = allowed(grammars, compiled(grammars, "choice", ["x"]))
     without, with_one = (compiled(grammars, "choice", ["x"], **section) for _ in range(2))
     assert allowed(grammars, without) == sorted([x, begin])
-    assert grammars.advance(Batch([without, with_one]), [x, begin]) == {0: State.COMPLETE}
+    assert grammars.advance(Batch([without, with_one]), [x, begin]) == {0: AnswerState.COMPLETE}
     assert with_one.is_free
     for token in (begin, 3, end):
         assert grammars.advance(Batch([with_one]), [token]) == {}
@@ -446,7 +446,7 @@ def test_a_section_before_the_grammar_must_be_opened_by_the_first_token(
     with_one.start_anew([begin, 3])
     assert with_one.is_free
     assert grammars.advance(Batch([with_one]), [end]) == {}
-    assert grammars.advance(Batch([with_one]), [x]) == {0: State.COMPLETE}
+    assert grammars.advance(Batch([with_one]), [x]) == {0: AnswerState.COMPLETE}
 
 
 @pytest.mark.parametrize("section", [{"begins_after": 10**6}, {"begins_after": 5, "opened_by": -1}])
@@ -745,4 +745,4 @@ def test_a_token_that_takes_too_much_work_is_told_from_a_wrong_one(grammars: Gra
     heavy, fine = compiled(grammars, "json_schema", schema), compiled(grammars, "choice", ["a"])
     brace = VOCABULARY.pieces.index(b"{")
     states = grammars.advance(Batch([heavy, fine]), [brace, brace])
-    assert states == {0: State.TOO_COMPLEX, 1: State.BROKEN}
+    assert states == {0: AnswerState.TOO_COMPLEX, 1: AnswerState.BROKEN}

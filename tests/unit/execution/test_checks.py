@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from minisgl_backend.execution.checks import are_decoded, as_decodes, check_lengths
+from minisgl_backend.execution.checks import are_decoded, as_decodes, lengths_as_decodes
 from minisgl_backend.plan import LAST_TOKEN, Checks, Groups
 from tests.unit.execution.test_flat_batch import ints, plan_of
 
@@ -19,7 +19,7 @@ def test_each_token_is_like_a_row_of_its_own() -> None:
     assert tokens.tolist() == [100, 101, 102, 103, 104, LAST_TOKEN, LAST_TOKEN]
     assert not len(groups.sizes)
     assert {of.dtype for of in (decodes.rows, decodes.positions, tokens)} == {np.dtype(np.int32)}
-    assert check_lengths(plan).tolist() == [3, 2, 1, 1]
+    assert lengths_as_decodes(plan).tolist() == [3, 2, 1, 1]
 
 
 def test_decoding_rows_keep_their_groups() -> None:
@@ -36,7 +36,7 @@ def test_steps_without_guesses_have_no_lengths() -> None:
     plan = plan_of([], [(1, 20), (2, 30)])
     decodes, tokens, _ = as_decodes(plan)
     assert (decodes.rows.tolist(), tokens.tolist()) == ([1, 2], [])
-    assert not len(check_lengths(plan))
+    assert not len(lengths_as_decodes(plan))
     assert are_decoded(plan.checks, 0)
 
 

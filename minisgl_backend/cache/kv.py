@@ -53,9 +53,9 @@ class Verified(Enum):
 class Lease(WindowLease):
     """One sequence's claim on pages, in the order of its positions (see the map above).
 
-    ``promise``: the pages that it has promised to publish, until it has. ``snapshot``: the snapshot
-    of the states after the pages with which it was acquired, if the cache has snapshots
-    (``cache.snapshots``).
+    ``promise``: the last node of the pages that it has promised (in the tree of promises); None
+    once they are published. ``snapshot``: the snapshot of the states after the pages with which it
+    was acquired, if the cache has snapshots (``cache.snapshots``).
     """
 
     node: Node | None = None

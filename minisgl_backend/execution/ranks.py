@@ -45,7 +45,8 @@ _QUIET_SHARE: Final = 0.25
 
 
 class RankExecutor(Protocol):
-    """Runs a rank's part of each step. After one that broke, it refuses steps until ``renew``."""
+    """Runs a rank's part of each step. With several ranks, it refuses steps after one that broke,
+    until ``renew``."""
 
     def launch(self, plan: StepPlan) -> Pending:
         """Enqueue the rank's part of a step."""

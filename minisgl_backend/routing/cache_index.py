@@ -18,7 +18,6 @@ pages from the ends of its leaves.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import numpy as np
 
@@ -97,15 +96,6 @@ class CacheIndex:
                 self._cached[key] = left
             else:
                 self._cached.pop(key, None)
-
-    def reports(self, replica: int, page_size: int) -> TreeReports:
-        """The observer of a replica's cache, for a cache in this process."""
-        return TreeReports(
-            page_size,
-            publish=partial(self.publish, replica),
-            evict=partial(self.evict, replica),
-            forget=partial(self.forget, replica),
-        )
 
     def expect(self, replica: int, keys: Keys) -> ExpectedNode:
         """A request with this prompt goes to a replica, which will have all of the prompt."""

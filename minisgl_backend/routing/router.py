@@ -27,9 +27,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
-import numpy as np
-import numpy.typing as npt
-
 from minisgl_backend.errors import InvariantError
 from minisgl_backend.request import IntArray
 from minisgl_backend.routing.adapter_index import AdapterIndex
@@ -109,10 +106,10 @@ class Router:
         """Number of requests sent to each replica."""
         self._page_size = page_size
         self._balance = Balance() if balance is None else balance
-        self._capacity = capacity.rows, capacity.prefill_tokens, capacity.pages
-        # rows, waiting tokens and pages: of each replica, and of all that are up
-        self._loads: list[_Load] = [(0, 0, 0)] * index.num_replicas
-        self._total: _Load = (0, 0, 0)
+        self.capacity: _Load = (capacity.rows, capacity.prefill_tokens, capacity.pages)
+        self.loads: list[_Load] = [(0, 0, 0)] * index.num_replicas
+        """Of each replica, in the units of ``capacity``."""
+        self._total: _Load = (0, 0, 0)  # of all replicas that are up
         self._ranks: list[_Rank] = [
             (False, 0.0, 0, 1 << number) for number in range(index.num_replicas)
         ]
@@ -120,13 +117,6 @@ class Router:
         self.up: Replicas = (1 << index.num_replicas) - 1
         """The replicas that requests are sent to."""
         self._usual = 0.0  # pages of the longest prefix that a request finds, on average
-
-    @property
-    def load(self) -> npt.NDArray[np.float64]:
-        """Rows, waiting tokens and pages of each replica as shares of its capacity,
-        [3, num_replicas]."""
-        shares: npt.NDArray[np.float64] = np.array(self._loads, np.float64) / self._capacity
-        return shares.T
 
     def route(
         self,
@@ -188,7 +178,7 @@ class Router:
     def least_loaded(self, replicas: Replicas, limits: _Limits | None = None) -> int | None:
         """The least loaded of ``replicas`` whose load is within the limits, if there is one; of
         equally loaded ones, the one that was sent the fewest requests."""
-        loads = self._loads
+        loads = self.loads
         if not replicas & (replicas - 1):  # at most one, as for most prefixes
             replica = replicas.bit_length() - 1
             within = replicas and (limits is None or _fits(loads[replica], limits))
@@ -221,7 +211,7 @@ class Router:
         pull."""
         num_up = self.up.bit_count()
         ratio, slack = 1 + pull * (self._balance.ratio - 1), pull * self._balance.slack
-        (rows, tokens, pages), most = self._total, self._capacity
+        (rows, tokens, pages), most = self._total, self.capacity
         return (
             ratio * rows / num_up + slack * most[0],
             ratio * tokens / num_up + slack * most[1] + num_held * self._page_size,
@@ -267,15 +257,15 @@ class Router:
 
     def _set_up(self, replicas: Replicas) -> None:
         self.up = replicas
-        loads = [load for number, load in enumerate(self._loads) if replicas >> number & 1]
+        loads = [load for number, load in enumerate(self.loads) if replicas >> number & 1]
         rows, tokens, pages = map(sum, zip(*loads, strict=True)) if loads else (0, 0, 0)
         self._total = rows, tokens, pages
 
     def _add(self, replica: int, change: _Load) -> None:
         """Count ``change`` in the load of a replica, and put it in its place by load."""
-        rows, tokens, pages = load = _sum(self._loads[replica], change)
-        self._loads[replica] = load
-        most = self._capacity
+        rows, tokens, pages = load = _sum(self.loads[replica], change)
+        self.loads[replica] = load
+        most = self.capacity
         busiest = max(rows / most[0], tokens / most[1], pages / most[2])
         del self._by_load[bisect_left(self._by_load, self._ranks[replica])]
         # a prompt waits a few steps for other prompts, but for a row until some answer ends
@@ -290,7 +280,7 @@ class Router:
         within = 0
         while replicas:
             bit = replicas & -replicas
-            if _fits(self._loads[bit.bit_length() - 1], limits):
+            if _fits(self.loads[bit.bit_length() - 1], limits):
                 within |= bit
             replicas ^= bit
         return within

@@ -50,6 +50,7 @@ from minisgl_backend.runtime.recorder import EngineStats, Observations
 from minisgl_backend.runtime_files import State
 from minisgl_backend.scheduling.report import SchedulerStats
 from minisgl_backend.token_buffer import BufferedSink, TokenBuffer
+from minisgl_kit.routing import shares_of_load
 from tests.fakes.engine_info import engine_info
 
 INFO = engine_info(eos_token_ids=(7,), page_size=4, max_queued_requests=99, max_queued_tokens=10**9)
@@ -466,7 +467,7 @@ def test_the_router_learns_that_a_scored_prompt_is_computed() -> None:
     scores = PromptLogprobs(one, one.astype(np.float32), one, one[None], one[None].astype("f4"))
     world.event(request, scores)
     world.event(request, Generated(3))
-    num_rows, num_waiting_tokens, _ = world.engine._router.load[:, 0]
+    num_rows, num_waiting_tokens, _ = shares_of_load(world.engine._router)[:, 0]
     assert num_rows > 0
     assert num_waiting_tokens == 0
 

@@ -31,6 +31,7 @@ from minisgl_backend.routing.router import Balance, Placement, ReplicaCapacity, 
 from minisgl_bench.garbage import frozen_objects
 from minisgl_kit.option_types import POSITIVE, POSITIVE_INT, SEED, FiniteRange
 from minisgl_kit.report import Report, json_option
+from minisgl_kit.routing import reports_to, shares_of_load
 
 _PAGE_SIZE: Final = 16
 _NUM_PAGES: Final = 8192
@@ -215,7 +216,7 @@ class Simulation:
         self._engines = [
             _Engine(
                 RadixCache(
-                    num_pages, _PAGE_SIZE, watch=self._cache_index.reports(replica, _PAGE_SIZE)
+                    num_pages, _PAGE_SIZE, watch=reports_to(self._cache_index, replica, _PAGE_SIZE)
                 ),
                 _NUM_ROWS * scale,
                 _PREFILL_RATE * scale,
@@ -241,7 +242,7 @@ class Simulation:
             happen()
         busy = np.array([engine.busy_s for engine in self._engines])
         tokens = np.array([engine.tokens for engine in self._engines])
-        assert not self._router.load.any()
+        assert not shares_of_load(self._router).any()
         return {
             "requests": len(self.decisions_us),
             "hit_rate": self._hit_tokens / self._prompt_tokens,

@@ -20,6 +20,7 @@ from minisgl_backend.routing.cache_index import CacheIndex
 from minisgl_backend.routing.expected import ExpectedNode, ExpectedPrefixes
 from minisgl_backend.routing.keys import Keys, PrefixKeys
 from minisgl_backend.routing.router import Balance, Placement, ReplicaCapacity, Router
+from minisgl_kit.routing import reports_to, shares_of_load
 
 PAGE_SIZE = 2
 NUM_REPLICAS = 3
@@ -52,7 +53,7 @@ class ReportedCaches(RuleBasedStateMachine):
         self.asked: list[tuple[IntArray, str]] = [(ints(0, 0, 0, 0, 0), "")]
 
     def cache(self, replica: int) -> RadixCache:
-        watch = self.index.reports(replica, PAGE_SIZE)
+        watch = reports_to(self.index, replica, PAGE_SIZE)
         return RadixCache(NUM_PAGES, PAGE_SIZE, watch=watch)
 
     @rule(target=leases, replica=st.integers(0, NUM_REPLICAS - 1), tokens=PROMPTS, salt=SALTS)
@@ -159,7 +160,7 @@ TestExpectations = Expectations.TestCase
 def test_a_prefix_that_was_detached_and_published_again_is_still_held() -> None:
     """Its old pages leave the tree later, when the lease that pinned them ends."""
     index = CacheIndex(1, NUM_PAGES)
-    cache = RadixCache(NUM_PAGES, PAGE_SIZE, watch=index.reports(0, PAGE_SIZE))
+    cache = RadixCache(NUM_PAGES, PAGE_SIZE, watch=reports_to(index, 0, PAGE_SIZE))
     tokens = ints(1, 2, 3, 4, 5)
 
     def published(lease: Lease, verified: Verified) -> Lease:
@@ -251,10 +252,10 @@ def test_a_burst_fills_the_rows_of_all_replicas_before_any_has_to_wait() -> None
     prompts = [ints(*range(1000 * i, 1000 * i + length)) for i, length in enumerate(lengths)]
     for prompt in prompts[:-3]:
         routed(router, prompt)
-    assert (router.load[0] * 100 <= 100).all()
+    assert (shares_of_load(router)[0] * 100 <= 100).all()
     for prompt in prompts[-3:]:
         routed(router, prompt)
-    assert router.load[0].tolist() == [1.0, 1.0, 1.0]
+    assert shares_of_load(router)[0].tolist() == [1.0, 1.0, 1.0]
 
 
 def test_beyond_the_bound_a_prefix_spreads_to_one_more_replica() -> None:
@@ -295,7 +296,7 @@ def test_a_short_prefix_pulls_less_than_a_long_one() -> None:
         router.index.publish(replica, router.keys.of(ints(70, 71, 72)), ints(0))
         routed(router, ints(70 + replica))
     routed(router, long)
-    assert router.load[0].tolist() == [0.02, 0.01, 0.01]
+    assert shares_of_load(router)[0].tolist() == [0.02, 0.01, 0.01]
     assert routed(router, short).replica != 0
     assert routed(router, long).replica == 0
 
@@ -319,7 +320,7 @@ def test_a_placement_ends_once() -> None:
     router.end(placement)
     router.computed(placement)
     router.grow([placement] * 3)
-    assert not router.load.any()
+    assert not shares_of_load(router).any()
     with pytest.raises(InvariantError, match="ends twice"):
         router.end(placement)
 
@@ -344,7 +345,7 @@ def test_the_rule_keeps_its_bound(data: st.DataObject, ratio: int, slack: int) -
     for _ in range(data.draw(st.integers(1, 30))):
         action = data.draw(st.sampled_from(["route", "route", "route", "computed", "end", "up"]))
         if action == "route" and any(is_up):
-            before = np.rint(router.load * capacity).astype(int)
+            before = np.rint(shares_of_load(router) * capacity).astype(int)
             prompt = data.draw(PROMPTS)
             held = [
                 router.index.longest(router.keys.of(prompt[:-1]), 1 << replica)[0]
@@ -391,7 +392,7 @@ def test_the_rule_keeps_its_bound(data: st.DataObject, ratio: int, slack: int) -
             router.computed(data.draw(st.sampled_from(placements)))
         elif placements and action == "end":
             router.end(placements.pop(data.draw(st.integers(0, len(placements) - 1))))
-        assert (router.load >= 0).all()
+        assert (shares_of_load(router) >= 0).all()
     for placement in placements:
         router.end(placement)
-    assert not router.load.any()
+    assert not shares_of_load(router).any()

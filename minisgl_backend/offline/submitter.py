@@ -216,11 +216,14 @@ class Submitter:
 
     def _has_room(self, queue: CallQueue) -> bool:
         assert queue.next is not None  # else it would not be in ``_queues``
-        samples, info = queue.next.samples, self._engine.info
-        waiting = self._num_waiting_tokens
-        return self._num_requests + len(samples) <= info.most_open and (
-            not waiting or waiting + len(samples[0].prompt) <= info.max_queued_tokens
+        samples = queue.next.samples
+        complaint = self._engine.info.queue_complaint(
+            num_samples=len(samples),
+            num_tokens=len(samples[0].prompt),
+            num_open=self._num_requests,
+            num_waiting_tokens=self._num_waiting_tokens,
         )
+        return complaint is None
 
 
 def _closed() -> Cancelled:

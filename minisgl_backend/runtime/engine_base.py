@@ -90,6 +90,24 @@ class EngineInfo:
         """Requests that run or wait."""
         return self.most_running + self.max_queued_requests
 
+    def queue_complaint(
+        self, *, num_samples: int, num_tokens: int, num_open: int, num_waiting_tokens: int
+    ) -> str | None:
+        """Why ``num_samples`` samples of a prompt of ``num_tokens`` may not be queued while
+        ``num_open`` requests are open, whose waiting prompts have ``num_waiting_tokens``; None if
+        they may."""
+        if num_open + num_samples > self.most_open:
+            return (
+                f"queue full: {num_open} requests open of at most {self.most_open} "
+                f"({self.most_running} running, {self.max_queued_requests} queued)"
+            )
+        if num_waiting_tokens and num_waiting_tokens + num_tokens > self.max_queued_tokens:
+            return (
+                f"queue full: {num_waiting_tokens} prompt tokens wait, and {num_tokens} more "
+                f"exceed {self.max_queued_tokens}"
+            )
+        return None
+
 
 @dataclass(frozen=True, slots=True)
 class Health:
@@ -218,7 +236,7 @@ class EngineBase(ABC):
             entries.append(entry)
         with self._changed:
             self._check_open()
-            if complaint := self._queue_complaint(num_tokens, len(samples)):
+            if complaint := self._queue_complaint(num_samples=len(samples), num_tokens=num_tokens):
                 self._recorder.request_refused("queue_full")
                 raise Overloaded(complaint)
             self._num_open += len(samples)
@@ -298,7 +316,7 @@ class EngineBase(ABC):
 
     def is_queue_full(self) -> bool:
         """Whether ``submit`` would refuse a request now: a hint to refuse it before other work."""
-        return self._queue_complaint(num_tokens=1, num_samples=1) is not None
+        return self._queue_complaint(num_samples=1, num_tokens=1) is not None
 
     # --- for the subclasses ------------------------------------------------------------------
 
@@ -339,22 +357,13 @@ class EngineBase(ABC):
         self._recorder.request_refused("down")
         raise Overloaded("the engine is down")
 
-    def _queue_complaint(self, num_tokens: int, num_samples: int) -> str | None:
-        """Why ``num_samples`` samples of a prompt of ``num_tokens`` may not be queued now; None if
-        they may."""
-        info = self.info
-        if self._num_open + num_samples > info.most_open:
-            return (
-                f"queue full: {self._num_open} requests open of at most {info.most_open} "
-                f"({info.most_running} running, {info.max_queued_requests} queued)"
-            )
-        waiting = self._num_waiting_tokens
-        if waiting and waiting + num_tokens > info.max_queued_tokens:
-            return (
-                f"queue full: {waiting} prompt tokens wait, and {num_tokens} more "
-                f"exceed {info.max_queued_tokens}"
-            )
-        return None
+    def _queue_complaint(self, *, num_samples: int, num_tokens: int) -> str | None:
+        return self.info.queue_complaint(
+            num_samples=num_samples,
+            num_tokens=num_tokens,
+            num_open=self._num_open,
+            num_waiting_tokens=self._num_waiting_tokens,
+        )
 
     def _with_eos(self, request: Request) -> Request:
         sampling = request.sampling

@@ -65,9 +65,7 @@ def cache_sizes(facts: Resolved, group: Group) -> CacheSizes:
     num_snapshots = None
     if facts.spec.recurrent is not None:
         slot_bytes = _slot_bytes(facts, facts.spec.recurrent)
-        shape = facts.spec.recurrent.of_rank(facts.place.size)
-        reserved_bytes += rows * (slot_bytes + pending_bytes(shape))
-        reserved_bytes += _num_unsettled(options) * unsettled_bytes(shape, facts.dtype)
+        reserved_bytes += _state_bytes(facts, facts.spec.recurrent, num_snapshots=0)
         num_snapshots = choose_num_snapshots(
             options, slot_bytes, int(free_bytes * options.memory_ratio) - reserved_bytes, cap_bytes
         )
@@ -112,10 +110,7 @@ def make_states(facts: Resolved, sizes: CacheSizes) -> StateStorage | None:
             most_tokens=1 + options.most_guessed,
         )
     except torch.OutOfMemoryError as error:
-        rows = options.max_running_requests + 1
-        slot_bytes = _slot_bytes(facts, recurrent)
-        num_bytes = (rows + num_snapshots) * slot_bytes + rows * pending_bytes(shape)
-        num_bytes += _num_unsettled(options) * unsettled_bytes(shape, facts.dtype)
+        num_bytes = _state_bytes(facts, recurrent, num_snapshots)
         raise ConfigError(
             f"recurrent states of {options.max_running_requests} rows and {num_snapshots} "
             f"snapshots would take {num_bytes:,} bytes of "
@@ -167,9 +162,17 @@ def choose_num_snapshots(
     return min(4 * options.max_running_requests, budget // 4 // slot_bytes)
 
 
-def _num_unsettled(options: EngineOptions) -> int:
-    """The most tokens of checks that are not settled."""
-    return options.most_checks * (1 + options.most_guessed)
+def _state_bytes(facts: Resolved, recurrent: RecurrentSpec, num_snapshots: int) -> int:
+    """The bytes of the states of rows and of ``num_snapshots``, and of the updates that they may
+    lack."""
+    options, shape = facts.options, recurrent.of_rank(facts.place.size)
+    rows = options.max_running_requests + 1
+    num_unsettled = options.most_checks * (1 + options.most_guessed)  # tokens
+    return (
+        (rows + num_snapshots) * _slot_bytes(facts, recurrent)
+        + rows * pending_bytes(shape)
+        + num_unsettled * unsettled_bytes(shape, facts.dtype)
+    )
 
 
 def _slot_bytes(facts: Resolved, recurrent: RecurrentSpec) -> int:

@@ -47,9 +47,11 @@ class RadixCache(NaiveCache):
         is_clean: bool = True,
         watch: TreeWatch | None = None,
         windows: WindowPages | None = None,
+        needs_snapshots: bool = False,
     ) -> None:
+        """For ``needs_snapshots`` see ``RadixTree``."""
         super().__init__(num_pages, page_size, is_clean=is_clean, windows=windows)
-        self._tree = RadixTree(page_size)
+        self._tree = RadixTree(page_size, needs_snapshots=needs_snapshots)
         self._promises = RadixTree(page_size)  # its pages are indices only
         self._watch = watch
 

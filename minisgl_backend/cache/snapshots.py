@@ -15,7 +15,6 @@ and not given back yet.
 from __future__ import annotations
 
 from minisgl_backend.cache.kv import Lease
-from minisgl_backend.cache.radix import RadixTree
 from minisgl_backend.cache.radix_cache import RadixCache, TreeWatch
 from minisgl_backend.errors import InvariantError
 from minisgl_backend.request import IntArray
@@ -36,9 +35,8 @@ class SnapshotCache(RadixCache):
         is_clean: bool = True,
         watch: TreeWatch | None = None,
     ) -> None:
-        super().__init__(num_pages, page_size, is_clean=is_clean, watch=watch)
+        super().__init__(num_pages, page_size, is_clean=is_clean, watch=watch, needs_snapshots=True)
         self.num_snapshots = num_snapshots
-        self._tree = RadixTree(page_size, needs_snapshots=True)
         self._free_snapshots = list(range(num_snapshots - 1, -1, -1))
         self._num_taken = 0
 

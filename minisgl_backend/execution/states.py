@@ -60,7 +60,6 @@ class StateStorage:
         """``shape`` is this rank's. ``dtype``, that of activations, is used for convolutions,
         ``state_dtype`` for matrices. ``num_checks`` rows may be unsettled, with up to
         ``most_tokens`` tokens each."""
-        self.num_snapshots = num_snapshots
         self._shape = shape
         self._first_snapshot = num_rows + 1
         num_slots = num_rows + 1 + num_snapshots

@@ -44,9 +44,9 @@ class AdapterPlaces:
         self._loaded_bytes = 0
         return has_loaded
 
-    def has_place(self, adapter: Adapter | None) -> bool:
+    def has_place(self, adapter: Adapter) -> bool:
         """Whether a row may have the adapter now."""
-        if adapter is None or adapter.id in self._places:
+        if adapter.id in self._places:
             return True
         loaded = self._loaded_bytes
         if loaded and loaded + adapter.facts.num_bytes > MOST_LOADED_BYTES:

@@ -99,17 +99,17 @@ class KVCache(Protocol):
     def num_taken_snapshots(self) -> int:
         """Number of snapshots that were taken and are neither attached nor given back."""
 
-    def match_length(self, tokens: IntArray, salt: str = "") -> int:
+    def match_length(self, tokens: IntArray, salt: str) -> int:
         """Number of tokens that ``acquire`` would find cached now. Changes nothing."""
 
     def promise(self, lease: Lease, tokens: IntArray) -> None:
         """Announce that the full pages of ``tokens`` will be published. Holds until they are, or
         the lease ends. At most once for each lease."""
 
-    def promised_length(self, tokens: IntArray, salt: str = "") -> int:
+    def promised_length(self, tokens: IntArray, salt: str) -> int:
         """Number of tokens that ``acquire`` would find if the promised pages alone were cached."""
 
-    def acquire(self, tokens: IntArray, salt: str = "") -> Lease:
+    def acquire(self, tokens: IntArray, salt: str) -> Lease:
         """A lease on the longest cached prefix of ``tokens[:-1]``, in whole pages.
 
         ``tokens`` is int32[num_tokens]. The last token is left out because it must be computed for
@@ -143,7 +143,7 @@ class KVCache(Protocol):
         The time depends on the number of leases and groups, not on that of pages.
         """
 
-    def cached_length(self, tokens: IntArray, salt: str = "") -> int:
+    def cached_length(self, tokens: IntArray, salt: str) -> int:
         """Number of leading tokens of ``tokens[:-1]`` whose pages are cached. They may be unusable,
         for lack of a snapshot or a window after them. But other sequences began with them, so more
         may."""

@@ -55,16 +55,16 @@ class NaiveCache:
     def num_taken_snapshots(self) -> int:
         return 0
 
-    def match_length(self, tokens: IntArray, salt: str = "") -> int:
+    def match_length(self, tokens: IntArray, salt: str) -> int:
         return 0
 
     def promise(self, lease: Lease, tokens: IntArray) -> None:
         pass
 
-    def promised_length(self, tokens: IntArray, salt: str = "") -> int:
+    def promised_length(self, tokens: IntArray, salt: str) -> int:
         return 0
 
-    def acquire(self, tokens: IntArray, salt: str = "") -> Lease:
+    def acquire(self, tokens: IntArray, salt: str) -> Lease:
         return self._register(Lease())
 
     def grow(self, lease: Lease, num_tokens: int) -> bool:
@@ -96,7 +96,7 @@ class NaiveCache:
     def groups(self, leases: Sequence[Lease], cost_tokens: int) -> Groups:
         return NO_GROUPS
 
-    def cached_length(self, tokens: IntArray, salt: str = "") -> int:
+    def cached_length(self, tokens: IntArray, salt: str) -> int:
         return self.match_length(tokens, salt)
 
     def take_snapshot(self, *, rolls: bool = False) -> int | None:

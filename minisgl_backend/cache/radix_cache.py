@@ -63,13 +63,13 @@ class RadixCache(NaiveCache):
     def num_evictable(self) -> int:
         return self._tree.num_evictable
 
-    def match_length(self, tokens: IntArray, salt: str = "") -> int:
+    def match_length(self, tokens: IntArray, salt: str) -> int:
         key = salt_key(salt)
         if self._windows is not None:
             return len(self._with_window(self._windows, tokens[:-1], key))
         return self._tree.match_length(tokens[:-1], key) * self.page_size
 
-    def cached_length(self, tokens: IntArray, salt: str = "") -> int:
+    def cached_length(self, tokens: IntArray, salt: str) -> int:
         return self._tree.cached_length(tokens[:-1], salt_key(salt)) * self.page_size
 
     def promise(self, lease: Lease, tokens: IntArray) -> None:
@@ -81,10 +81,10 @@ class RadixCache(NaiveCache):
             tree = self._promises
             lease.promise, _ = tree.insert(tree.root, whole, indices, lease.salt)
 
-    def promised_length(self, tokens: IntArray, salt: str = "") -> int:
+    def promised_length(self, tokens: IntArray, salt: str) -> int:
         return self._promises.match_length(tokens[:-1], salt_key(salt)) * self.page_size
 
-    def acquire(self, tokens: IntArray, salt: str = "") -> Lease:
+    def acquire(self, tokens: IntArray, salt: str) -> Lease:
         key = salt_key(salt)
         found = tokens[:-1]
         if self._windows is not None:

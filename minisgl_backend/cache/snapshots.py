@@ -44,7 +44,7 @@ class SnapshotCache(RadixCache):
     def num_taken_snapshots(self) -> int:
         return self._num_taken
 
-    def promised_length(self, tokens: IntArray, salt: str = "") -> int:
+    def promised_length(self, tokens: IntArray, salt: str) -> int:
         """Always 0: pages that will be published may have no snapshot after them."""
         return 0
 

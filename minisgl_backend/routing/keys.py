@@ -38,7 +38,7 @@ class PrefixKeys:
         self._weights, self._start = weights[:-1], weights[-1]
         self._places = np.empty(0, np.uint64)
 
-    def of(self, tokens: IntArray, salt: str = "") -> Keys:
+    def of(self, tokens: IntArray, salt: str) -> Keys:
         """uint64 [len(tokens) // page_size]; ``tokens`` int32 [num_tokens]."""
         num_pages = len(tokens) // self.page_size
         pages = tokens[: num_pages * self.page_size].reshape(num_pages, self.page_size)

@@ -121,7 +121,7 @@ class Router:
     def route(
         self,
         prompt: IntArray,
-        salt: str = "",
+        salt: str,
         *,
         num_rows: int = 1,
         adapter_id: int | None = None,

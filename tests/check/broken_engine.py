@@ -48,11 +48,11 @@ class BrokenScheduler(SchedulerWrapper):
     def abort(self, request_id: RequestId) -> bool:
         was_live = super().abort(request_id)
         if is_broken(Broken.PAGE):
-            lease = self._cache.acquire(EMPTY)
+            lease = self._cache.acquire(EMPTY, "")
             assert self._cache.grow(lease, 1)
             self._kept.append(lease)
         elif is_broken(Broken.PREFIX):
-            self._kept.append(self._cache.acquire(_HELD_PROMPT))
+            self._kept.append(self._cache.acquire(_HELD_PROMPT, ""))
         elif is_broken(Broken.ROW):
             self._num_missing_rows += 1
         else:

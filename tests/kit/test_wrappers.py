@@ -26,7 +26,7 @@ def test_wrappers_outlive_what_they_wrap() -> None:
     cache = CacheWrapper(first)
     planner = SchedulerWrapper(Scheduler(cache, SchedulerConfig()))
     wrapped = planner.wrapped
-    cache.grow(cache.acquire(EMPTY), 32)
+    cache.grow(cache.acquire(EMPTY, ""), 32)
     assert planner.renewed() is planner
     assert planner.wrapped is not wrapped
     assert cache.wrapped is not first

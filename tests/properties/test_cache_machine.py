@@ -244,7 +244,7 @@ class CacheMachine(RuleBasedStateMachine):
         if hasattr(self, "cache"):
             self.cache.check()
             assert self.cache.num_evictable == self.cache.num_cached
-            whole = self.cache.acquire(np.empty(0, dtype=np.int32))
+            whole = self.cache.acquire(np.empty(0, dtype=np.int32), "")
             assert self.cache.grow(whole, self.cache.num_pages * self.page_size)
             self.handed_out(whole.pages.tolist())
             assert (self.cache.num_free, self.cache.num_cached) == (0, 0)

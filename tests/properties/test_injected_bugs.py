@@ -127,7 +127,7 @@ def matched_in_full(patch: pytest.MonkeyPatch) -> None:
     """A prompt that is cached to its end leaves no token to compute."""
     acquire = RadixCache.acquire
 
-    def acquire_all(self: RadixCache, tokens: IntArray, salt: str = "") -> Lease:
+    def acquire_all(self: RadixCache, tokens: IntArray, salt: str) -> Lease:
         return acquire(self, np.append(tokens, np.int32(0)), salt)
 
     patch.setattr(RadixCache, "acquire", acquire_all)

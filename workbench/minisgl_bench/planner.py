@@ -154,13 +154,13 @@ def _evict_spans(num_leaves: int, num_pages: int) -> list[float]:
     cache = RadixCache(num_leaves, page_size)
     for index in range(num_leaves):
         tokens = _prompt(index, page_size)
-        lease = cache.acquire(tokens)
+        lease = cache.acquire(tokens, "")
         cache.grow(lease, page_size)
         cache.publish(lease, tokens, verified=Verified.ALL)
         cache.release(lease)
     assert (cache.num_free, cache.num_evictable) == (0, num_leaves)
     spans = []
-    lease = cache.acquire(_prompt(0, 1))
+    lease = cache.acquire(_prompt(0, 1), "")
     for count in range(1, num_leaves // num_pages // 2):
         spans.append(_span(partial(cache.grow, lease, count * num_pages * page_size)))
     return spans
@@ -169,7 +169,7 @@ def _evict_spans(num_leaves: int, num_pages: int) -> list[float]:
 def _match_spans(page_size: int, num_tokens: int) -> list[float]:
     cache = RadixCache(num_tokens // page_size, page_size)
     tokens = _prompt(0, num_tokens)
-    lease = cache.acquire(tokens)
+    lease = cache.acquire(tokens, "")
     cache.grow(lease, num_tokens)
     for end in range(2048, num_tokens + 2048, 2048):
         verified = Verified.ALL if end >= num_tokens else Verified.NONE
@@ -179,7 +179,7 @@ def _match_spans(page_size: int, num_tokens: int) -> list[float]:
     spans = []
     for _ in range(100):
         begin = time.perf_counter()
-        lease = cache.acquire(query)
+        lease = cache.acquire(query, "")
         spans.append(time.perf_counter() - begin)
         assert lease.num_shared == num_tokens // page_size
         cache.release(lease)

@@ -257,7 +257,7 @@ class Simulation:
 
     def _arrive(self, session: Session, turn: int, prompt: IntArray) -> None:
         began = time.thread_time()
-        placement = self._router.route(prompt)
+        placement = self._router.route(prompt, "")
         self.decisions_us.append(1e6 * (time.thread_time() - began))
         assert placement is not None
         engine = self._engines[placement.replica]
@@ -268,7 +268,7 @@ class Simulation:
         """Let requests take rows, the oldest first, as long as rows and pages last."""
         while engine.queue and engine.num_running < engine.num_rows:
             request, cache = engine.queue[0], engine.cache
-            lease = cache.acquire(request.prompt)
+            lease = cache.acquire(request.prompt, "")
             num_pages = len(lease.pages)
             if not cache.grow(lease, len(request.prompt) + len(request.output)):
                 cache.release(lease)

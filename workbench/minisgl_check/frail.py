@@ -168,7 +168,7 @@ class FrailScheduler(SchedulerWrapper):
     def _plan_without_pages(self, lookahead: Lookahead | None) -> StepPlan | None:
         """A plan made while another lease holds all free and evictable pages."""
         cache = self._cache
-        hoard = cache.acquire(EMPTY)
+        hoard = cache.acquire(EMPTY, "")
         assert cache.grow(hoard, (cache.num_free + cache.num_evictable) * cache.page_size)
         plan = super().plan(lookahead)
         cache.release(hoard)

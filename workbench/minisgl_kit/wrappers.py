@@ -73,10 +73,10 @@ class CacheWrapper:
     def num_evictable(self) -> int:
         return self.wrapped.num_evictable
 
-    def match_length(self, tokens: IntArray, salt: str = "") -> int:
+    def match_length(self, tokens: IntArray, salt: str) -> int:
         return self.wrapped.match_length(tokens, salt)
 
-    def acquire(self, tokens: IntArray, salt: str = "") -> Lease:
+    def acquire(self, tokens: IntArray, salt: str) -> Lease:
         return self.wrapped.acquire(tokens, salt)
 
     def grow(self, lease: Lease, num_tokens: int) -> bool:
@@ -91,7 +91,7 @@ class CacheWrapper:
     def promise(self, lease: Lease, tokens: IntArray) -> None:
         self.wrapped.promise(lease, tokens)
 
-    def promised_length(self, tokens: IntArray, salt: str = "") -> int:
+    def promised_length(self, tokens: IntArray, salt: str) -> int:
         return self.wrapped.promised_length(tokens, salt)
 
     def groups(self, leases: Sequence[Lease], cost_tokens: int) -> Groups:
@@ -105,7 +105,7 @@ class CacheWrapper:
     def num_taken_snapshots(self) -> int:
         return self.wrapped.num_taken_snapshots
 
-    def cached_length(self, tokens: IntArray, salt: str = "") -> int:
+    def cached_length(self, tokens: IntArray, salt: str) -> int:
         return self.wrapped.cached_length(tokens, salt)
 
     def take_snapshot(self, *, rolls: bool = False) -> int | None:

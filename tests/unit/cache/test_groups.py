@@ -22,7 +22,7 @@ class Leases:
 
     def lease(self, prompt: str) -> Lease:
         tokens = np.repeat([ord(letter) for letter in prompt], PAGE_SIZE).astype(np.int32)
-        lease = self.cache.acquire(np.append(tokens, np.int32(0)))
+        lease = self.cache.acquire(np.append(tokens, np.int32(0)), "")
         assert self.cache.grow(lease, len(tokens) + 1)
         self.cache.publish(lease, tokens, verified=Verified.ALL)
         return lease

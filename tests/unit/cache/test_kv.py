@@ -30,13 +30,13 @@ def computed(cache: KVCache, tokens: IntArray, salt: str = "") -> Lease:
 @pytest.mark.parametrize("make", CACHES)
 def test_pages_are_granted_all_or_none(make: Callable[[int, int], KVCache]) -> None:
     cache = make(4, 2)
-    lease = cache.acquire(ints(1, 2, 3))
+    lease = cache.acquire(ints(1, 2, 3), "")
     assert cache.grow(lease, 5)
     assert len(lease.pages) == 3
     assert cache.grow(lease, 6)
     assert len(lease.pages) == 3
     assert not cache.grow(lease, 9)
-    assert cache.grow_each([lease, cache.acquire(ints(4))]) is None
+    assert cache.grow_each([lease, cache.acquire(ints(4), "")]) is None
     assert (len(lease.pages), cache.num_free) == (3, 1)
     pages = cache.grow_each([lease])
     assert pages is not None
@@ -66,8 +66,8 @@ def test_a_naive_cache_shares_nothing() -> None:
     cache = NaiveCache(4, 1)
     first = computed(cache, ints(1, 2))
     assert not cache.publish(first, ints(1, 2), verified=Verified.ALL)
-    assert cache.match_length(ints(1, 2, 3)) == 0
-    second = cache.acquire(ints(1, 2, 3))
+    assert cache.match_length(ints(1, 2, 3), "") == 0
+    second = cache.acquire(ints(1, 2, 3), "")
     assert (len(second.pages), cache.num_cached, cache.num_evictable) == (0, 0, 0)
 
 
@@ -75,18 +75,18 @@ def test_the_last_token_is_left_to_compute() -> None:
     cache = RadixCache(4, 1)
     lease = computed(cache, ints(1, 2, 3))
     cache.publish(lease, ints(1, 2, 3), verified=Verified.ALL)
-    assert cache.match_length(ints(1, 2, 3)) == 2
-    assert cache.acquire(ints(1, 2, 3)).pages == lease.pages[:2]
-    assert cache.acquire(ints(1, 2, 3, 4)).pages == lease.pages
+    assert cache.match_length(ints(1, 2, 3), "") == 2
+    assert cache.acquire(ints(1, 2, 3), "").pages == lease.pages[:2]
+    assert cache.acquire(ints(1, 2, 3, 4), "").pages == lease.pages
     cache.check()
 
 
 def test_what_is_not_published_is_not_shared() -> None:
     cache = RadixCache(8, 2)
     lease = computed(cache, ints(1, 2, 3, 4))
-    assert cache.match_length(ints(1, 2, 3, 4, 5)) == 0
+    assert cache.match_length(ints(1, 2, 3, 4, 5), "") == 0
     cache.publish(lease, ints(1, 2, 3), verified=Verified.ALL)
-    assert cache.match_length(ints(1, 2, 3, 4, 5)) == 2
+    assert cache.match_length(ints(1, 2, 3, 4, 5), "") == 2
     cache.check()
 
 
@@ -132,10 +132,10 @@ def test_growth_evicts_what_nobody_uses() -> None:
     cache.release(old)
     used = computed(cache, ints(3))
     cache.publish(used, ints(3), verified=Verified.ALL)
-    lease = cache.acquire(ints(9))
+    lease = cache.acquire(ints(9), "")
     assert cache.grow(lease, 3)
     assert (cache.num_free, cache.num_cached) == (0, 1)
-    assert cache.match_length(ints(3, 0)) == 1
+    assert cache.match_length(ints(3, 0), "") == 1
     assert not cache.grow(lease, 4)
     cache.check()
 
@@ -161,7 +161,7 @@ def test_the_pages_of_a_discarded_lease_are_broken(make: Callable[[int, int], KV
     cache.check()
     assert cache.num_free == 8
     assert sorted(cache.take_broken().tolist()) == lease.pages.tolist()
-    assert cache.match_length(ints(1, 2, 3, 4, 5)) == 0
+    assert cache.match_length(ints(1, 2, 3, 4, 5), "") == 0
     with pytest.raises(InvariantError, match="after its release"):
         cache.discard(lease)
 
@@ -174,7 +174,7 @@ def test_pages_that_others_have_verified_outlive_a_discarded_lease() -> None:
     cache.discard(second)
     cache.check()
     assert cache.take_broken().tolist() == second.pages[2:].tolist()
-    assert cache.match_length(ints(1, 2, 3)) == 2
+    assert cache.match_length(ints(1, 2, 3), "") == 2
 
 
 @pytest.mark.parametrize("make", CACHES)

@@ -40,7 +40,7 @@ def compute(
 ) -> Lease:
     """Compute all tokens in one-page chunks."""
     windows = windows_of(cache)
-    lease = cache.acquire(tokens)
+    lease = cache.acquire(tokens, "")
     windows.seat(lease, line, keeps)
     assert cache.grow(lease, len(tokens))
     for index in range(lease.num_shared, len(lease.pages)):
@@ -77,11 +77,11 @@ def test_a_prefix_is_found_up_to_where_its_window_is_kept() -> None:
     cache = cache_of(4)
     cache.release(compute(cache, prompt(1, 2, 3, 4, 5, 6, 7)))
     longer = prompt(1, 2, 3, 4, 5, 6, 7, 8)
-    assert cache.match_length(longer) == 7 * SIZE
+    assert cache.match_length(longer, "") == 7 * SIZE
     # a token after the fifth page sees the fourth, whose window page belongs to another by now
     parting = prompt(1, 2, 3, 4, 5, 9)
-    assert cache.match_length(parting) == 0 and cache.cached_length(parting) == 5 * SIZE
-    lease = cache.acquire(longer)
+    assert cache.match_length(parting, "") == 0 and cache.cached_length(parting, "") == 5 * SIZE
+    lease = cache.acquire(longer, "")
     assert lease.num_shared == 7 and (lease.window_begin, lease.window_end) == (5, 7)
     cache.release(lease)
     cache.check()
@@ -90,15 +90,15 @@ def test_a_prefix_is_found_up_to_where_its_window_is_kept() -> None:
 def test_short_prefixes_need_no_whole_window() -> None:
     cache = cache_of(8)
     cache.release(compute(cache, prompt(1)))
-    assert cache.match_length(prompt(1, 2)) == SIZE
+    assert cache.match_length(prompt(1, 2), "") == SIZE
 
 
 def test_windows_where_others_part_are_kept_longer() -> None:
     cache = cache_of(6)
     lease = compute(cache, prompt(1, 2, 3, 4, 5, 6, 7, 8, 9), keeps=(4,))
     cache.release(lease)
-    assert cache.match_length(prompt(1, 2, 3, 4, 0)) == 4 * SIZE
-    assert cache.match_length(prompt(1, 2, 3, 4, 5, 6, 0)) == 4 * SIZE
+    assert cache.match_length(prompt(1, 2, 3, 4, 0), "") == 4 * SIZE
+    assert cache.match_length(prompt(1, 2, 3, 4, 5, 6, 0), "") == 4 * SIZE
 
 
 def test_window_pages_are_taken_over_with_the_tokens_of_another() -> None:
@@ -108,11 +108,11 @@ def test_window_pages_are_taken_over_with_the_tokens_of_another() -> None:
     cache.release(compute(cache, tokens))
     strangers = compute(cache, prompt(7, 7, 7, 7))
     cache.release(strangers)
-    assert cache.match_length(prompt(1, 2, 3, 4, 5, 6, 0)) == 0
+    assert cache.match_length(prompt(1, 2, 3, 4, 5, 6, 0), "") == 0
     before = table(cache)
     again = compute(cache, tokens)
     assert again.num_shared == 6
-    assert cache.match_length(prompt(1, 2, 3, 4, 5, 6, 0)) == 6 * SIZE
+    assert cache.match_length(prompt(1, 2, 3, 4, 5, 6, 0), "") == 6 * SIZE
     held = {(0, index) for index in range(again.window_begin, again.window_end)}
     now = {**before, **table(cache)}
     assert {place for place, page in now.items() if page != NO_PAGE} == held
@@ -122,7 +122,7 @@ def test_window_pages_are_taken_over_with_the_tokens_of_another() -> None:
 
 def test_suspect_window_pages_are_cleared_before_they_are_granted_again() -> None:
     cache = cache_of(3)
-    lease = cache.acquire(prompt(1, 2))
+    lease = cache.acquire(prompt(1, 2), "")
     windows = windows_of(cache)
     windows.seat(lease, 0, ())
     assert cache.grow(lease, 9)
@@ -148,7 +148,7 @@ def test_an_emptied_cache_clears_no_line_of_a_lease_that_has_none() -> None:
     """Bookkeeping may break after a match, before the sequence gets its row."""
     cache = cache_of(8)
     cache.release(compute(cache, prompt(1, 2), line=5))
-    assert cache.acquire(prompt(1, 2)).window_end > 0
+    assert cache.acquire(prompt(1, 2), "").window_end > 0
     windows_of(cache).take_grants()
     fresh = cache.emptied()
     assert isinstance(fresh, RadixCache)
@@ -161,13 +161,13 @@ def test_without_a_prefix_cache_windows_are_kept_as_well() -> None:
     lease = compute(cache, prompt(1, 2, 3, 4, 5, 6, 7))
     assert windows.num_available == 1
     cache.release(lease)
-    assert cache.match_length(prompt(1, 2, 3, 4, 5, 6, 7)) == 0
+    assert cache.match_length(prompt(1, 2, 3, 4, 5, 6, 7), "") == 0
     assert windows.num_available == 4
 
 
 def test_more_than_there_are_is_refused() -> None:
     cache = cache_of(2)
-    lease = cache.acquire(prompt(1, 2, 3))
+    lease = cache.acquire(prompt(1, 2, 3), "")
     assert cache.grow(lease, 13)
     with pytest.raises(InvariantError, match="1 window pages wanted, 2 available"):
         windows_of(cache).extend(lease, 3)

@@ -168,12 +168,12 @@ def test_a_prefix_that_was_detached_and_published_again_is_still_held() -> None:
         cache.publish(lease, tokens, verified=verified)
         return lease
 
-    first = published(cache.acquire(tokens), Verified.NONE)
-    second = cache.acquire(tokens)
+    first = published(cache.acquire(tokens, ""), Verified.NONE)
+    second = cache.acquire(tokens, "")
     cache.discard(first)
-    third = published(cache.acquire(tokens), Verified.ALL)
+    third = published(cache.acquire(tokens, ""), Verified.ALL)
     cache.release(second)
-    assert cache.match_length(tokens) == 4
+    assert cache.match_length(tokens, "") == 4
     assert num_cached(index, 0, tokens) == 2
     cache.release(third)
     index.forget(0)
@@ -182,10 +182,10 @@ def test_a_prefix_that_was_detached_and_published_again_is_still_held() -> None:
 
 def test_a_page_is_not_published_twice() -> None:
     index = CacheIndex(1, NUM_PAGES)
-    index.publish(0, KEYS.of(ints(1, 2)), ints(3))
-    index.publish(0, KEYS.of(ints(1, 2)), ints(3))
+    index.publish(0, KEYS.of(ints(1, 2), ""), ints(3))
+    index.publish(0, KEYS.of(ints(1, 2), ""), ints(3))
     with pytest.raises(InvariantError, match="published twice"):
-        index.publish(0, KEYS.of(ints(1, 3)), ints(3))
+        index.publish(0, KEYS.of(ints(1, 3), ""), ints(3))
 
 
 def test_keys_tell_tokens_places_and_salts_apart() -> None:
@@ -195,8 +195,8 @@ def test_keys_tell_tokens_places_and_salts_apart() -> None:
         for salt in ("", "a", "b")
     ]
     assert len(set(keys)) == len(keys)
-    assert len(KEYS.of(ints(1))) == 0
-    assert np.array_equal(KEYS.of(ints(1, 2, 3, 4, 5))[:1], KEYS.of(ints(1, 2)))
+    assert len(KEYS.of(ints(1), "")) == 0
+    assert np.array_equal(KEYS.of(ints(1, 2, 3, 4, 5), "")[:1], KEYS.of(ints(1, 2), ""))
 
 
 def make_router(
@@ -211,7 +211,7 @@ def make_router(
 
 
 def routed(router: Router, prompt: IntArray) -> Placement:
-    placement = router.route(prompt)
+    placement = router.route(prompt, "")
     assert placement is not None
     return placement
 
@@ -219,8 +219,8 @@ def routed(router: Router, prompt: IntArray) -> Placement:
 def test_a_request_goes_where_its_prefix_is_cached() -> None:
     router = make_router()
     prompt = ints(*range(9))
-    router.index.publish(1, router.keys.of(prompt[:4]), ints(0, 1))
-    router.index.publish(2, router.keys.of(prompt[:6]), ints(5, 6, 7))
+    router.index.publish(1, router.keys.of(prompt[:4], ""), ints(0, 1))
+    router.index.publish(2, router.keys.of(prompt[:6], ""), ints(5, 6, 7))
     placement = routed(router, prompt)
     assert (placement.replica, placement.num_cached) == (2, 6)
 
@@ -232,7 +232,7 @@ def test_a_prefix_counts_as_cached_from_the_first_request_on() -> None:
     placements = [routed(router, prompt) for prompt in prompts]
     assert len({placement.replica for placement in placements}) == 1
     assert [placement.num_cached for placement in placements] == [0, 8, 8, 8]
-    keys = router.keys.of(prompts[0][:-1])
+    keys = router.keys.of(prompts[0][:-1], "")
     for placement in placements:  # as long as one that will compute it is left
         assert router.index.longest(keys, 0b111)[0] == 4
         router.end(placement)
@@ -284,8 +284,8 @@ def test_a_short_prefix_pulls_less_than_a_long_one() -> None:
     """If a replica is above the mean, the request that has less to lose goes elsewhere."""
     router = make_router(ratio=2.0, slack=0.0)
     long, short = ints(*range(9)), ints(*range(50, 53))
-    router.index.publish(0, router.keys.of(long), ints(0, 1, 2, 3))
-    router.index.publish(0, router.keys.of(short), ints(4))
+    router.index.publish(0, router.keys.of(long, ""), ints(0, 1, 2, 3))
+    router.index.publish(0, router.keys.of(short, ""), ints(4))
     for replica in (1, 2):
         router.leave(replica)
     for _ in range(300):  # what requests find is 4 pages on average
@@ -293,7 +293,7 @@ def test_a_short_prefix_pulls_less_than_a_long_one() -> None:
     routed(router, ints(90))
     for replica in (1, 2):
         router.join(replica)
-        router.index.publish(replica, router.keys.of(ints(70, 71, 72)), ints(0))
+        router.index.publish(replica, router.keys.of(ints(70, 71, 72), ""), ints(0))
         routed(router, ints(70 + replica))
     routed(router, long)
     assert shares_of_load(router)[0].tolist() == [0.02, 0.01, 0.01]
@@ -304,12 +304,12 @@ def test_a_short_prefix_pulls_less_than_a_long_one() -> None:
 def test_a_replica_that_left_gets_nothing_and_joins_again() -> None:
     router = make_router()
     prompt = ints(*range(9))
-    router.index.publish(1, router.keys.of(prompt[:4]), ints(0, 1))
+    router.index.publish(1, router.keys.of(prompt[:4], ""), ints(0, 1))
     router.leave(1)
     assert {routed(router, prompt).replica for _ in range(12)} == {0, 2}
     router.leave(0)
     router.leave(2)
-    assert router.route(prompt) is None
+    assert router.route(prompt, "") is None
     router.join(1)
     assert routed(router, prompt).replica == 1
 
@@ -348,7 +348,7 @@ def test_the_rule_keeps_its_bound(data: st.DataObject, ratio: int, slack: int) -
             before = np.rint(shares_of_load(router) * capacity).astype(int)
             prompt = data.draw(PROMPTS)
             held = [
-                router.index.longest(router.keys.of(prompt[:-1]), 1 << replica)[0]
+                router.index.longest(router.keys.of(prompt[:-1], ""), 1 << replica)[0]
                 for replica in range(num_replicas)
             ]
             placement = routed(router, prompt)

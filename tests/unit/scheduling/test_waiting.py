@@ -44,7 +44,7 @@ def order(queue: WaitingQueue) -> list[int]:
 
 def cache_with(tokens: IntArray) -> RadixCache:
     cache = RadixCache(64, 1)
-    lease = cache.acquire(tokens)
+    lease = cache.acquire(tokens, "")
     cache.grow(lease, len(tokens))
     cache.publish(lease, tokens, verified=Verified.ALL)
     cache.release(lease)
@@ -193,7 +193,7 @@ def test_a_removed_request_is_no_companion() -> None:
 def test_a_request_waits_for_a_prefix_that_is_on_its_way() -> None:
     cache = RadixCache(64, 1)
     tokens = ints(*map(ord, "aaa0"))
-    lease = cache.acquire(tokens)
+    lease = cache.acquire(tokens, "")
     assert cache.grow(lease, len(tokens))
     cache.promise(lease, tokens)
     queue = by_prefix(9, "aaa1", "ab2", "b3", cache=cache)
@@ -206,7 +206,7 @@ def test_a_request_waits_for_a_prefix_that_is_on_its_way() -> None:
 def test_a_prefix_that_will_not_come_is_not_waited_for() -> None:
     cache = RadixCache(64, 1)
     tokens = ints(*map(ord, "aaa0"))
-    lease = cache.acquire(tokens)
+    lease = cache.acquire(tokens, "")
     cache.promise(lease, tokens)
     queue = by_prefix(9, "aaa1", cache=cache)
     assert queue.choose() is None
@@ -217,5 +217,5 @@ def test_a_prefix_that_will_not_come_is_not_waited_for() -> None:
 def test_a_request_that_has_been_passed_often_enough_waits_no_more() -> None:
     cache = RadixCache(64, 1)
     tokens = ints(*map(ord, "aaa0"))
-    cache.promise(cache.acquire(tokens), tokens)
+    cache.promise(cache.acquire(tokens, ""), tokens)
     assert order(by_prefix(2, "aaa1", "b", "c", "d", cache=cache)) == [1, 2, 0, 3]

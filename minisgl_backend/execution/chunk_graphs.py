@@ -125,10 +125,10 @@ class ChunkGraphs(Generic[T]):
         *,
         max_rows: int,
         progress: Progress,
-        checks: bool = False,
-        take_groups: Callable[[Groups], bool] | None = None,
-        fits: Callable[[FlatBatch, int], bool] | None = None,
-        take: Callable[[FlatBatch, int], None] | None = None,
+        checks: bool,
+        take_groups: Callable[[Groups], bool] | None,
+        fits: Callable[[FlatBatch, int], bool] | None,
+        take: Callable[[FlatBatch, int], None],
     ):
         """``layers(inputs, kind)`` enqueues all layers over the tokens of its inputs. ``sizes`` are
         numbers of tokens, ascending. With ``checks``, steps that check guesses have graphs of their
@@ -137,7 +137,7 @@ class ChunkGraphs(Generic[T]):
         whether ``take`` has room for a step whose tokens and chunks fit the size."""
         self._device = device
         self._fits = fits or (lambda batch, size: True)
-        self._take = take or (lambda batch, size: None)
+        self._take = take
         self._sizes = list(sizes)
         self._max_rows = max_rows
         most = sum(_lengths(self._sizes[-1], max_rows))

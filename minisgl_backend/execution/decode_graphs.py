@@ -35,7 +35,7 @@ from minisgl_backend.execution.unsettled import UnsettledStep
 from minisgl_backend.kernels.rows import RowTable, StepInputs
 from minisgl_backend.plan import LAST_TOKEN, NO_GROUPS, Decodes, Groups
 from minisgl_backend.progress import Progress
-from minisgl_backend.request import EMPTY, IntArray
+from minisgl_backend.request import IntArray
 
 T = TypeVar("T")
 
@@ -47,6 +47,29 @@ class Sample(Protocol):
     """``Sampler.sample``."""
 
     def __call__(self, due: StepLogits, *, all_logits: bool) -> StepOutput: ...
+
+
+class HostInputs(Protocol):
+    """Writes what a step reads besides ``StepInputs``, before the step is enqueued.
+
+    Only if it ``may_group``, steps have groups. Steps that check guesses, of up to ``most_checked``
+    tokens, have graphs of their own; none do if that is 0.
+    """
+
+    @property
+    def may_group(self) -> bool: ...
+
+    @property
+    def most_checked(self) -> int: ...
+
+    def write(self, decodes: Decodes, size: int) -> None:
+        """Write what depends on the rows of a step, which is padded to ``size``."""
+
+    def take_groups(self, groups: Groups) -> bool:
+        """Write the groups of a step; returns whether it is to be grouped."""
+
+    def write_checks(self, decodes: Decodes, step: UnsettledStep, size: int) -> None:
+        """Write what a step that checks guesses does to states."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -133,24 +156,16 @@ class DecodeGraphs:
         table: RowTable,
         forward: Callable[[StepInputs, int, StepKind], StepLogits],
         sample: Sample,
+        host_inputs: HostInputs,
         sizes: Sequence[int],
         progress: Progress,
         *,
         takes_masks: bool,
-        in_parts: bool = False,
-        schedule: Callable[[IntArray], None] | None = None,
-        take_groups: Callable[[Groups], bool] | None = None,
-        take_rows: Callable[[IntArray, int], None] | None = None,
-        take_checks: Callable[[Decodes, UnsettledStep, int], None] | None = None,
-        most_checked: int = 0,
+        in_parts: bool,
     ):
         """``forward(inputs, batch_size, kind)`` enqueues a decode step of the first rows of its
         inputs up to the logits, and ``sample`` enqueues the rest. ``in_parts``: there are several
-        ranks. Before a step is enqueued, ``schedule`` gets the rows' lengths, int32 [batch_size];
-        ``take_groups`` gets the step's groups, and returns whether it is to be grouped;
-        ``take_rows`` gets its rows and the batch size; and ``take_checks``, which is given if
-        steps with guesses have graphs of their own, gets what decodes, what it does to states and
-        the batch size. Such steps have at most ``most_checked`` tokens."""
+        ranks."""
         self._device = device
         self._table = table
         self._sizes = sorted(sizes)
@@ -162,20 +177,17 @@ class DecodeGraphs:
         self._lines: IntArray = np.zeros((3, most), np.int32)
         """``lines`` of ``_inputs``, as they are on the device."""
         self._lines[0], self._lines[1] = table.dummy_row, LAST_TOKEN
-        self._schedule = schedule
-        self._take_groups = take_groups or (lambda groups: False)
-        self._take_rows = take_rows
-        self._take_checks = take_checks
+        self._host_inputs = host_inputs
 
         def begin(size: int, kind: StepKind) -> StepLogits:
             return forward(self._inputs, size, kind)
 
         sizes_of = {StepKind.PLAIN: self._sizes}
-        if take_groups is not None:
+        if host_inputs.may_group:
             larger = [size for size in self._sizes if size >= _LEAST_GROUPED]
             sizes_of[StepKind.GROUPED] = larger
-        if take_checks is not None:
-            count = bisect.bisect_left(self._sizes, most_checked) + 1
+        if host_inputs.most_checked:
+            count = bisect.bisect_left(self._sizes, host_inputs.most_checked) + 1
             sizes_of[StepKind.CHECKING] = self._sizes[:count]
         self._whole: dict[StepKind, Captured[StepOutput]] = {}
         """Graphs of whole steps; none if all steps are in parts."""
@@ -228,13 +240,13 @@ class DecodeGraphs:
         """Enqueue a decode step that first writes ``grants``, int32 [3, num_grants]. ``tokens``,
         int32 [num_decodes], are each a token id or below 0 (``StepInputs``); if there are none, all
         are ``LAST_TOKEN``. Members of ``groups`` are indices of ``decodes``. ``unsettled`` is given
-        if there are guesses and ``take_checks``. ``all_logits``: see ``Sampler.sample``.
+        if there are guesses and graphs for such steps. ``all_logits``: see ``Sampler.sample``.
 
         The first elements of the output belong to the rows, the others to padding.
         """
         size, kind = self._prepare(decodes, tokens, grants, unsettled)
         is_plain = kind is StepKind.PLAIN
-        if is_plain and size >= _LEAST_GROUPED and self._take_groups(groups):
+        if is_plain and size >= _LEAST_GROUPED and self._host_inputs.take_groups(groups):
             kind = StepKind.GROUPED
         if not self._whole:
             return self._parts[kind].replay(size, all_logits=all_logits)()
@@ -277,15 +289,10 @@ class DecodeGraphs:
             parts = [num_grants], self._lines.ravel(), grants.T.ravel()
             content = np.concatenate(parts, dtype=np.int32)
             self._device.overwrite(self._inputs.buffer[: len(content)], content)
-        if self._schedule is not None:
-            lengths = np.ones(size, np.int32)
-            lengths[:num_rows] += decodes.positions
-            self._schedule(lengths)
-        if self._take_rows is not None:
-            self._take_rows(rows, size)
-        if self._take_checks is None or unsettled is None:
+        self._host_inputs.write(decodes, size)
+        if unsettled is None:
             return size, StepKind.PLAIN
-        self._take_checks(decodes, unsettled, size)
+        self._host_inputs.write_checks(decodes, unsettled, size)
         return size, StepKind.CHECKING
 
     def close(self) -> None:
@@ -296,7 +303,4 @@ class DecodeGraphs:
             parts.close()
 
     def _prepare_padding(self, size: int) -> None:
-        if self._schedule is not None:
-            self._schedule(np.ones(size, np.int32))
-        if self._take_rows is not None:
-            self._take_rows(EMPTY, size)
+        self._host_inputs.write(Decodes(), size)

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
+
 from minisgl_backend.attention.base import GroupedDecode, PagedAttention, ScheduledDecode
 from minisgl_backend.execution.adapters import CapturedAdapters
 from minisgl_backend.execution.capture import StepKind
@@ -26,6 +28,7 @@ from minisgl_backend.kernels.rows import StepInputs
 from minisgl_backend.models.decoder import LayersOutput
 from minisgl_backend.plan import Decodes, Groups
 from minisgl_backend.progress import Progress
+from minisgl_backend.request import IntArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +93,37 @@ def _begun(captured: CapturedChecks | None, size: int, kind: StepKind) -> Checke
     return captured.begin(size)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _HostInputs:
+    """See ``decode_graphs.HostInputs``. ``schedule`` takes the lengths of rows, int32 [size], and
+    ``groups`` the groups. What a model or attention does not need is None."""
+
+    schedule: Callable[[IntArray], None] | None
+    groups: Callable[[Groups], bool] | None
+    adapters: CapturedAdapters | None
+    checks: CapturedChecks | None
+    most_checked: int
+
+    @property
+    def may_group(self) -> bool:
+        return self.groups is not None
+
+    def write(self, decodes: Decodes, size: int) -> None:
+        if self.schedule is not None:
+            lengths = np.ones(size, np.int32)
+            lengths[: len(decodes.rows)] += decodes.positions
+            self.schedule(lengths)
+        if self.adapters is not None:
+            self.adapters.write(decodes.rows, size)
+
+    def take_groups(self, groups: Groups) -> bool:
+        return self.groups is not None and self.groups(groups)
+
+    def write_checks(self, decodes: Decodes, step: UnsettledStep, size: int) -> None:
+        assert self.checks is not None
+        self.checks.write(decodes.rows, decodes.positions, step.lengths, size, step.due)
+
+
 def _decode_graphs(
     stages: Stages, progress: Progress, adapters: CapturedAdapters | None
 ) -> DecodeGraphs:
@@ -105,24 +139,22 @@ def _decode_graphs(
             checks=_begun(captured, batch_size, kind),
         )
 
-    def take_checks(decodes: Decodes, step: UnsettledStep, size: int) -> None:
-        assert captured is not None
-        captured.write(decodes.rows, decodes.positions, step.lengths, size, step.due)
-
     return DecodeGraphs(
         stages.device,
         stages.rows.table,
         forward,
         stages.sampler.sample,
+        _HostInputs(
+            schedule=decode.schedule_rows if isinstance(decode, ScheduledDecode) else None,
+            groups=take_groups_of(stages.attention) if adapters is None else None,
+            adapters=adapters,
+            checks=captured,
+            most_checked=0 if captured is None else limits.most_checked,
+        ),
         limits.graph_sizes,
         progress,
         takes_masks=limits.takes_masks,
         in_parts=stages.model.group.size > 1,
-        schedule=decode.schedule_rows if isinstance(decode, ScheduledDecode) else None,
-        take_groups=take_groups_of(stages.attention) if adapters is None else None,
-        take_rows=None if adapters is None else adapters.write,
-        take_checks=None if captured is None else take_checks,
-        most_checked=limits.most_checked,
     )
 
 

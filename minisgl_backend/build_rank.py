@@ -40,7 +40,7 @@ from minisgl_backend.models.kernel_choice import (
 )
 from minisgl_backend.packages import slower_without
 from minisgl_backend.parallel.group import Group
-from minisgl_backend.parts import STANDARD, Parts
+from minisgl_backend.parts import Parts
 from minisgl_backend.progress import Progress, shown, unseen
 from minisgl_backend.rank_memory import CacheSizes, cache_sizes, make_states, make_storage
 from minisgl_backend.resolve import Resolved
@@ -65,7 +65,7 @@ def build_rank(
     facts: Resolved,
     join: Callable[[], Group],
     meet: Callable[[], None],
-    parts: Parts = STANDARD,
+    parts: Parts,
 ) -> Rank:
     """Build one rank's part. All ranks of an engine call this at the same time.
 

@@ -42,7 +42,7 @@ from minisgl_backend.kernels.settle import Settling
 from minisgl_backend.models.adapter_slots import AdapterSlots
 from minisgl_backend.models.decoder import Decoder, LayersOutput
 from minisgl_backend.plan import Copies, Draws, Pending, StepPlan
-from minisgl_backend.progress import Progress, unseen
+from minisgl_backend.progress import Progress
 from minisgl_backend.request import IntArray
 
 logger = logging.getLogger(__name__)
@@ -62,14 +62,14 @@ class ModelExecutor:
         model: Decoder,
         *,
         storage: KVStorage,
-        states: StateStorage | None = None,
+        states: StateStorage | None,
         attention: PagedAttention,
         device: Device,
         limits: ExecutorLimits,
-        adapter_slots: AdapterSlots | None = None,
-        adapter_store: AdapterStore | None = None,
-        watch_logits: WatchLogits | None = None,
-        progress: Progress = unseen,
+        adapter_slots: AdapterSlots | None,
+        adapter_store: AdapterStore | None,
+        watch_logits: WatchLogits | None,
+        progress: Progress,
     ):
         """``states`` is given if the model has recurrent layers, ``adapter_slots`` if it takes
         adapters; ``adapter_store`` is rank 0's.

@@ -51,8 +51,8 @@ class ForwardPass:
         rows: DeviceRows,
         attention: PagedAttention,
         device: Device,
-        states: StateStorage | None = None,
-        adapters: RowAdapters | None = None,
+        states: StateStorage | None,
+        adapters: RowAdapters | None,
     ) -> None:
         """``states`` is given if the model has recurrent layers."""
         self._model = model
@@ -139,10 +139,10 @@ class ForwardPass:
         self,
         inputs: ChunkInputs,
         *,
-        grouped: bool = False,
-        adapted: AdaptedTokens | None = None,
-        runs: Runs | None = None,
-        checks: CheckedTokens | None = None,
+        grouped: bool,
+        adapted: AdaptedTokens | None,
+        runs: Runs | None,
+        checks: CheckedTokens | None,
     ) -> LayersOutput:
         """The same for the tokens of ``inputs``, including padding. ``adapted``: the tokens by
         adapter, if any uses one; ``runs``: the chunks, if the model has recurrent layers; and
@@ -191,9 +191,9 @@ class ForwardPass:
         self,
         inputs: DecodeInputs,
         *,
-        grouped: bool = False,
-        adapted: AdaptedTokens | None = None,
-        checks: CheckedTokens | None = None,
+        grouped: bool,
+        adapted: AdaptedTokens | None,
+        checks: CheckedTokens | None,
     ) -> LayersOutput:
         """The same for decoding rows; ``adapted``: the rows by adapter, if any uses one;
         ``checks``: theirs, if they have guesses and the model has recurrent layers."""

@@ -56,7 +56,7 @@ class Submit(Protocol):
 class LaunchedStep:
     """A step in the queue (``Pending``)."""
 
-    def __init__(self, submission: Submission[HostOutput], checked: Checked | None = None):
+    def __init__(self, submission: Submission[HostOutput], checked: Checked | None):
         """``checked``: see ``HostOutput.sampled``."""
         self._submission = submission
         self._checked = checked
@@ -80,9 +80,9 @@ class MaskedStep:
         sampler: Sampler,
         submit: Submit,
         *,
-        checked: Checked | None = None,
-        guess: Callable[[], Submission[Tensor]] | None = None,
-        reported: IntArray = EMPTY,
+        checked: Checked | None,
+        guess: Callable[[], Submission[Tensor]] | None,
+        reported: IntArray,
     ):
         """``begin`` queues the first part, and returns a function that queues the rest. Then
         ``guess`` queues the MTP layer's guesses, int32 [num_guesses, num_rows]; the planner gets

@@ -37,9 +37,9 @@ class DeviceRows:
         page_size: int,
         dummy_page: int,
         vocab_size: int,
-        dummy_window_page: int | None = None,
-        most_guesses: int = 0,
-        mtp_tokens: int = 0,
+        dummy_window_page: int | None,
+        most_guesses: int,
+        mtp_tokens: int,
     ):
         """``dummy_window_page`` is given if layers have window pages. ``most_guesses`` are checked
         in a step, beside a token of each row; an MTP layer guesses ``mtp_tokens`` of a row."""

@@ -27,7 +27,6 @@ from minisgl_backend.execution.logprobs import RawLogprobs
 from minisgl_backend.kernels.dispatch import at_least_float32
 from minisgl_backend.kernels.rows import RowTable, keep_sampled
 from minisgl_backend.kernels.sampling import best_of_part, best_of_parts, sample
-from minisgl_backend.kernels.sampling_rule import SPLITS
 from minisgl_backend.kernels.sampling_table import Samples
 from minisgl_backend.kernels.sampling_workspace import SamplingWorkspace
 from minisgl_backend.parallel.group import Group
@@ -67,8 +66,8 @@ class Sampler:
         table: RowTable,
         device: Device,
         group: Group,
-        splits: range = range(SPLITS),
-        gathered: Callable[[Tensor], Tensor] = lambda logits: logits,
+        splits: range,
+        gathered: Callable[[Tensor], Tensor],
     ):
         """``splits`` are those of this rank's logits (``OutputHead``); ``gathered`` turns these
         into the logits of all ranks."""

@@ -54,8 +54,8 @@ class StateStorage:
         dtype: torch.dtype,
         state_dtype: torch.dtype,
         device: torch.device,
-        num_checks: int = 0,
-        most_tokens: int = 0,
+        num_checks: int,
+        most_tokens: int,
     ):
         """``shape`` is this rank's. ``dtype``, that of activations, is used for convolutions,
         ``state_dtype`` for matrices. ``num_checks`` rows may be unsettled, with up to

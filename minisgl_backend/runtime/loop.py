@@ -135,9 +135,9 @@ class Loop:
         recorder: Recorder,
         on_admitted: Callable[[Request], None],
         on_ended: Callable[[Request, bool], None],
-        max_queue_time_s: float | None = None,
-        grammars: Grammars | None = None,
-        adapters: Adapters | None = None,
+        max_queue_time_s: float | None,
+        grammars: Grammars | None,
+        adapters: Adapters | None,
     ) -> None:
         """``on_ended`` gets each request that has ended, and whether it had been admitted."""
         self.inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()

@@ -65,7 +65,7 @@ class Guesser:
         *,
         most_tokens: int,
         max_rows: int,
-        mtp_tokens: int = 0,
+        mtp_tokens: int,
     ) -> None:
         self._rows = rows
         self._recent = recent

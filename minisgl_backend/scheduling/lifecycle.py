@@ -62,7 +62,7 @@ class Lifecycle:
         group_cost_tokens: int | None,
         has_states: bool,
         released_rows: list[int],
-        recent: RecentAnswers | None = None,
+        recent: RecentAnswers | None,
     ) -> None:
         """``group_cost_tokens``: see ``KVCache.groups``; None for no groups. ``has_states``: see
         ``SchedulerConfig``. ``recent`` gets the answers that end."""

@@ -34,6 +34,7 @@ from minisgl_backend.models.decoder import Decoder
 from minisgl_backend.models.eagle_checkpoint import load_eagle
 from minisgl_backend.parallel.group import Group, OneRank
 from minisgl_backend.plan import Pending, StepPlan
+from minisgl_backend.progress import unseen
 from minisgl_backend.request import (
     Adapter,
     Failed,
@@ -207,6 +208,8 @@ class TinyEngine(AbstractContextManager["TinyEngine"]):
             ),
             adapter_slots=adapter_slots,
             adapter_store=adapter_store,
+            watch_logits=None,
+            progress=unseen,
         )
         config = SchedulerConfig(
             max_running_requests=MAX_ROWS,

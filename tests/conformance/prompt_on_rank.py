@@ -78,6 +78,8 @@ class PromptOnRank:
                 dtype=torch.float32,
                 state_dtype=torch.float32,
                 device=CPU,
+                num_checks=0,
+                most_tokens=0,
             )
             model.bind_states(states.layers)
         return cls(model, setting)

@@ -71,7 +71,7 @@ def test_too_little_memory_for_weights(num_ranks: int, monkeypatch: pytest.Monke
     group: Any = SimpleNamespace(size=num_ranks, rank=1)
     message = f"take about {num_bytes:,} bytes of cuda:1, which has {num_bytes // 2 + 1000:,} free"
     with pytest.raises(ConfigError, match=message):
-        build_rank.build_rank(facts, lambda: group, lambda: None)
+        build_rank.build_rank(facts, lambda: group, lambda: None, STANDARD)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_too_little_memory_for_pages(
         f"{num_pages} KV pages of 16 .* {needed:,} bytes of cuda:1, .* 1,000 free: lower {name}"
     )
     with pytest.raises(ConfigError, match=message):
-        build_rank.build_rank(facts, OneRank, lambda: None)
+        build_rank.build_rank(facts, OneRank, lambda: None, STANDARD)
 
 
 def test_all_ranks_capture_the_same() -> None:

@@ -41,6 +41,7 @@ from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.models.decoder import LayersOutput
 from minisgl_backend.parallel.group import OneRank
 from minisgl_backend.plan import LAST_TOKEN, Decodes, Snapshots, StepPlan
+from minisgl_backend.progress import unseen
 from minisgl_backend.request import IntArray
 from tests.conformance.checkpoints import CONTEXT, VOCAB_SIZE, write_checkpoint
 from tests.unit.execution.test_flat_batch import ints, plan_of
@@ -165,6 +166,9 @@ class Layers:
             page_size=PAGE_SIZE,
             dummy_page=self.storage.dummy_page,
             vocab_size=10,
+            dummy_window_page=None,
+            most_guesses=0,
+            mtp_tokens=0,
         )
         pages = torch.randperm(NUM_PAGES, generator=torch.Generator().manual_seed(0))
         self.rows.table.pages[:4, :16] = pages.view(4, 16).int()
@@ -193,7 +197,9 @@ class Layers:
                 most_tokens=8,
             )
             self.model.bind_states(self.states.layers)
-        self.forward = ForwardPass(self.model, self.rows, self.attention, self.device, self.states)
+        self.forward = ForwardPass(
+            self.model, self.rows, self.attention, self.device, self.states, adapters=None
+        )
 
     def over_batch(self, plan: StepPlan) -> Tensor:
         if self.states is not None and (due := self.states.take_due(plan)):
@@ -207,7 +213,7 @@ class Layers:
         given.lines[:] = torch.from_numpy(lines)
         table = self.rows.table
         step = begin_decode(table, given, lines.shape[1], PAGE_SIZE)
-        return self.forward.over_decodes(step).residual
+        return self.forward.over_decodes(step, grouped=False, adapted=None, checks=None).residual
 
     def over_inputs(self, size: int, plan: StepPlan) -> Tensor:
         batch, runs, checks = FlatBatch.of(plan), None, None
@@ -224,7 +230,9 @@ class Layers:
                 of_checks = CapturedChecks(self.states, self.device, 128)
                 of_checks.write(batch.rows[own], batch.positions[own], lengths, size, [])
                 checks = of_checks.begin(min(size, 20))
-        return self.forward.over_chunks(inputs, runs=runs, checks=checks).residual
+        return self.forward.over_chunks(
+            inputs, grouped=False, adapted=None, runs=runs, checks=checks
+        ).residual
 
     @property
     def memory(self) -> list[Tensor]:
@@ -411,6 +419,11 @@ def test_the_longest_step_has_to_fit_beside_the_graphs(
                 max_prefill_tokens=max_prefill_tokens,
                 chunk_graph_sizes=(16,),
             ),
+            states=None,
+            adapter_slots=None,
+            adapter_store=None,
+            watch_logits=None,
+            progress=unseen,
         )
     device.close()
     assert lengths[:4] == [num_tokens, 64, 1, 1]

@@ -38,6 +38,7 @@ from minisgl_backend.plan import (
     SampledTokens,
     StepPlan,
 )
+from minisgl_backend.progress import unseen
 from minisgl_backend.request import IntArray, RequestId, SamplingParams
 from minisgl_backend.runtime.ports import Executor
 
@@ -108,6 +109,11 @@ def executor(model: Decoder) -> Iterator[ModelExecutor]:
         limits=ExecutorLimits(
             max_rows=4, max_sequence_length=32, max_prefill_tokens=32, most_guesses=8
         ),
+        states=None,
+        adapter_slots=None,
+        adapter_store=None,
+        watch_logits=None,
+        progress=unseen,
     )
     yield executor
     executor.close()

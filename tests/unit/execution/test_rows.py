@@ -12,6 +12,7 @@ from minisgl_backend.device.cpu import CpuDevice
 from minisgl_backend.execution.rows import DeviceRows, bias_of, marks_of
 from minisgl_backend.execution.sampling import Sampler, StepLogits
 from minisgl_backend.kernels.sampling import sample
+from minisgl_backend.kernels.sampling_rule import SPLITS
 from minisgl_backend.kernels.sampling_table import IN_PROMPT, IS_STOP, ONCE, Samples
 from minisgl_backend.kernels.sampling_workspace import SamplingWorkspace
 from minisgl_backend.parallel.group import OneRank
@@ -49,6 +50,9 @@ def device_rows() -> DeviceRows:
         page_size=4,
         dummy_page=0,
         vocab_size=VOCAB_SIZE,
+        dummy_window_page=None,
+        most_guesses=0,
+        mtp_tokens=0,
     )
 
 
@@ -116,7 +120,7 @@ def test_greedy_tokens_follow_what_each_request_asked_for(seed: int) -> None:
     rng = np.random.default_rng(seed)
     device, oracles = CpuDevice(), dict[int, Oracle]()
     table = device_rows()
-    sampler = Sampler(table.table, device, OneRank())
+    sampler = Sampler(table.table, device, OneRank(), range(SPLITS), lambda logits: logits)
     positions = np.zeros(MAX_ROWS, np.int64)
     for step in range(12):
         admitted = range(MAX_ROWS) if step == 0 else rng.choice(MAX_ROWS, 3, replace=False).tolist()

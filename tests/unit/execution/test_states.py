@@ -40,6 +40,8 @@ def storage() -> StateStorage:
         dtype=torch.float32,
         state_dtype=torch.float32,
         device=torch.device("cpu"),
+        num_checks=0,
+        most_tokens=0,
     )
 
 

@@ -1024,6 +1024,8 @@ def check_prompt_then_token(
             dtype=torch.float32,
             state_dtype=torch.float32,
             device=CPU,
+            num_checks=0,
+            most_tokens=0,
         )
         ours.bind_states(states.layers)
         step = RecurrentRows(torch.tensor([1]))

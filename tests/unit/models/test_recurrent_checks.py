@@ -96,6 +96,8 @@ def check_first_layer(folder: Path, group: Group) -> None:
             dtype=torch.float32,
             state_dtype=torch.float32,
             device=CPU,
+            num_checks=0,
+            most_tokens=0,
         ).layers[0]
         of_rank_draw = torch.Generator().manual_seed(group.rank)
         for of in (states.conv, states.matrices):

@@ -145,6 +145,9 @@ def test_a_request_that_comes_in_while_the_loop_ends_is_refused(bench: Bench) ->
         recorder=Recorder(),
         on_admitted=lambda request: None,
         on_ended=lambda request, admitted: None,
+        max_queue_time_s=None,
+        grammars=None,
+        adapters=None,
     )
     early, late = Recording(), Recording()
     loop.inbox.put(OpenRequest(bench.request([1]), early, 0.0))

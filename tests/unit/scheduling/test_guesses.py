@@ -106,7 +106,7 @@ def say(rows: RunningRows) -> None:
 def begun(rows: RunningRows, *, most_tokens: int = 8, max_rows: int = 8) -> Guesser:
     """With the columns of ``rows`` in the order of their sequences."""
     recent = RecentAnswers(100)
-    guesses = Guesser(rows, recent, most_tokens=most_tokens, max_rows=max_rows)
+    guesses = Guesser(rows, recent, most_tokens=most_tokens, max_rows=max_rows, mtp_tokens=0)
     for row in range(len(rows.sequences)):
         guesses.begin(row)
     return guesses

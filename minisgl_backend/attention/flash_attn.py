@@ -11,23 +11,31 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
+from typing import Final
 
 from torch import Tensor
 
 from minisgl_backend.attention.base import AttentionSetting, Chunks, DecodeRows, LayerAttention
 from minisgl_backend.kernels.paged_kv import PagedKV
 
+_MOST_SPLIT: Final = 512
+"""With more decoding rows than this, as chosen positions make of a prompt's tokens, no row is split
+over multiprocessors. The library has memory for the results of all splits that any row may have."""
+_BY_LENGTHS: Final = 0
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Call:
     """The arguments that all layers of a step share. ``page_table`` [num_runs, max_pages] and
-    ``lengths`` [num_runs] have a line for each chunk or decoding row."""
+    ``lengths`` [num_runs] have a line for each chunk or decoding row. ``splits``: the parts in
+    which each is read, by default as many as suit its length."""
 
     page_table: Tensor
     lengths: Tensor
     offsets: Tensor | None
     max_queries: int
     schedule: Tensor | None
+    splits: int = _BY_LENGTHS
 
 
 class FlashAttention:
@@ -47,6 +55,7 @@ class FlashAttention:
 
     def plan_rows(self, rows: DecodeRows) -> LayerAttention:
         table = rows.page_table.index_select(0, rows.rows)
+        splits = _BY_LENGTHS if len(rows.rows) <= _MOST_SPLIT else 1
         schedule = None
         if all(window is None for window in self._shape.windows):
             schedule = self._library.get_scheduler_metadata(
@@ -60,8 +69,9 @@ class FlashAttention:
                 headdim_v=self._shape.latent_dim,
                 page_size=self._page_size,
                 causal=True,
+                num_splits=splits,
             )
-        return partial(self._decode, _Call(table, rows.lengths, None, 1, schedule))
+        return partial(self._decode, _Call(table, rows.lengths, None, 1, schedule, splits))
 
     def _decode(self, call: _Call, out: Tensor, q: Tensor, kv: PagedKV, layer: int) -> None:
         self._attend(call, out.unsqueeze(1), q.unsqueeze(1), kv, layer)
@@ -83,6 +93,7 @@ class FlashAttention:
             causal=True,
             window_size=(-1, -1) if window is None else (window - 1, 0),
             scheduler_metadata=call.schedule,
+            num_splits=call.splits,
             sinks=kv.sinks,
             out=out,
         )

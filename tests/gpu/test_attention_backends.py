@@ -256,16 +256,18 @@ def test_latents_of_the_sizes_that_flash_attention_takes(
 
 @pytest.mark.skipif(is_interpreted(), reason="needs a CUDA device")
 @pytest.mark.parametrize("graphs", [None, 0], ids=["captured", "launched"])
-@pytest.mark.parametrize("name", [None, "triton", "sdpa"])
+@pytest.mark.parametrize("name", [None, "triton", "triton,fa", "sdpa"])
 def test_engines_choose_positions(name: str | None, graphs: int | None, tmp_path: Path) -> None:
     """Exactly in float32; rounding to bfloat16 may choose other positions, of nearly the same
     score."""
+    if name == "triton,fa":
+        pytest.importorskip("sgl_kernel.flash_attn")
     reference = write_broad_indexer_checkpoint(tmp_path).float()
     prompts = prompts_with_shared_prefixes(vocab_size=VOCAB_SIZE, longest=110, seed=7)
     options: dict[str, Any] = {"attention_backend": name, "max_sequence_length": CONTEXT}
     if graphs is not None:
         options |= {"cuda_graph_max_batch_size": 0, "cuda_graph_max_tokens": 0}
-    if name != "triton":
+    if name in (None, "sdpa"):
         sinks = serve(tmp_path, prompts, dtype="float32", **options)
         below = np.array(shortfalls(reference, prompts, tokens_of(sinks)))
         assert np.mean(below > 0) < 0.02 and below.max() < 0.05

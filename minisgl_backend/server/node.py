@@ -117,9 +117,7 @@ class FollowingNode:
     def health(self) -> Health:
         """``ready`` while the ranks serve."""
         ready = self._phase is Phase.SERVING
-        return Health(
-            live=True, ready=ready, phase=self._phase, reasons=() if ready else (self._reason,)
-        )
+        return Health(ready=ready, phase=self._phase, reasons=() if ready else (self._reason,))
 
     def stats(self) -> Mapping[str, Any]:
         """What this node does, for operators and tests."""

@@ -16,7 +16,10 @@ serving. But all of tritonserver is restarted, on the same ports, if
 
 Faults that occur together take one recovery. A recovery that fails is a fault like any other. Each
 recovery waits twice as long as the previous one. After ``MAX_RECOVERIES`` in ``WINDOW_S`` the
-server stays down, and says so, until the operator stops it.
+server is given up, and the process ends, so that whoever starts processes again can.
+
+What keeps tritonserver from being started at all, such as a full disk or a port that is taken, is
+no fault of the server: the same recovery tries again until it goes away.
 """
 
 from __future__ import annotations
@@ -48,7 +51,9 @@ FEW_WAIT: Final = 8
 """
 MAX_RECOVERIES: Final = 5
 WINDOW_S: Final = 600.0
-"""After ``MAX_RECOVERIES`` within this time, a server stays down."""
+"""After ``MAX_RECOVERIES`` within this time, a server is given up."""
+_LONGEST_PAUSE_S: Final = 30.0
+"""Between tries to start tritonserver while something keeps it from being started."""
 _LOOK_EVERY_S: Final = 0.1
 RELOAD_S: Final = 30.0
 """How long a reload of one model may take, in addition to twice the time that the start of all
@@ -62,15 +67,12 @@ class Phase(Enum):
     SERVING = "serving"
     RECOVERING = "recovering"
     STOPPING = "stopping"
-    DOWN = "down"
 
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """``live`` until the server is given up; ``ready`` while it serves requests, else there are
-    ``reasons``."""
+    """``ready`` while the server serves requests, else there are ``reasons``."""
 
-    live: bool
     ready: bool
     phase: Phase
     reasons: tuple[str, ...] = ()
@@ -111,12 +113,13 @@ class Supervisor:
     ) -> None:
         """``start`` starts a server, without waiting for it; raises ``ConfigError``.
 
-        ``first_pause_s`` is that of ``Recoveries``.
+        ``first_pause_s`` is that of ``Recoveries``, and of tries within a recovery.
         """
         self._start = start
         self._phase = Phase.STARTING
         self._reasons: tuple[str, ...] = ("the models are being loaded",)
         self._recoveries = Recoveries(first_pause_s)
+        self._first_pause_s = first_pause_s
         self._num_reloads = 0
         self._load_s = 0.0
         self.server = start(options)
@@ -141,12 +144,9 @@ class Supervisor:
         except InterruptedError:  # stopped while it was starting
             pass
         finally:
-            was_down = self._phase is Phase.DOWN
             self._phase = Phase.STOPPING
             self._detector.close()
             self.server.stop()
-        if was_down:
-            raise EngineFailure(self._reasons[0])
 
     def health(self) -> Health:
         """The state of the server at the last look."""
@@ -156,7 +156,6 @@ class Supervisor:
             if time.monotonic() - self._detector.looked_s > HANG_AFTER_S:
                 reasons = (*reasons, "the supervisor has not checked the server for too long")
         return Health(
-            live=phase is not Phase.DOWN,
             ready=phase is Phase.SERVING and not reasons,
             phase=phase,
             reasons=reasons,
@@ -205,8 +204,11 @@ class Supervisor:
                 mended = frozenset()
             # else models other than those just loaded: probably killed by what killed the first
             if pause_s is None:
-                self._give_up(fault, stopping)
-                return
+                self.server.kill()
+                raise EngineFailure(
+                    f"given up after {MAX_RECOVERIES} recoveries in {WINDOW_S / 60:g} minutes: "
+                    f"{fault.what}"
+                )
             reloads = self._end(fault)
             if stopping.wait(pause_s):
                 return
@@ -292,17 +294,24 @@ class Supervisor:
         old.kill()
         self._detector.close()
         self._num_reloads = 0
-        self.server = self._start(options)
+        self._detector.seen = ()  # their process ids may be reused
+        self.server = self._start_at_last(options, stopping)
         self._detector = FaultDetector(self.server)
         self._wait_ready(stopping)
 
-    def _give_up(self, fault: Fault, stopping: StopEvent) -> None:
-        reason = (
-            f"given up after {MAX_RECOVERIES} recoveries in {WINDOW_S / 60:g} minutes: {fault.what}"
-        )
-        logger.critical("%s", reason)
-        self._reasons = (reason,)
-        self._phase = Phase.DOWN
-        self.server.kill()
-        self._detector.seen = ()  # their process ids may be reused
-        stopping.wait()
+    def _start_at_last(self, options: ServerOptions, stopping: StopEvent) -> TritonServer:
+        """Start tritonserver as soon as nothing keeps it from being started, however long that is.
+
+        Raises ``InterruptedError`` if it is stopped before.
+        """
+        pause_s = self._first_pause_s
+        while True:
+            try:
+                return self._start(options)
+            except ConfigError as error:
+                reason = f"the recovery waits: {error}"
+            logger.error("%s", reason)
+            self._reasons = (reason,)
+            if stopping.wait(pause_s):
+                raise InterruptedError
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)

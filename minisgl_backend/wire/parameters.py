@@ -122,7 +122,7 @@ INPUTS: Final[tuple[Input, ...]] = (
         minimum=0,
     ),
     _number("temperature", "0 is greedy", 1.0, minimum=0),
-    _number("top_p", "1 is off", 1.0, above=0, maximum=1),
+    _number("top_p", "0 or 1 is off", 1.0, minimum=0, maximum=1),
     _integer("top_k", "0 or -1 is off", default=0, minimum=-1),
     _number("min_p", "0 is off", 0.0, minimum=0, maximum=1),
     _number("repetition_penalty", "1 is off; divides or multiplies logits", 1.0, above=0),

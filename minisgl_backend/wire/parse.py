@@ -279,7 +279,7 @@ def _sampling(given: Mapping[str, Any], wanted: Wanted, *, is_ranked: bool) -> S
         max_tokens=given["max_tokens"],
         min_tokens=given["min_tokens"],
         temperature=given["temperature"],
-        top_p=given["top_p"],
+        top_p=given["top_p"] or 1.0,
         top_k=max(given["top_k"], 0),
         min_p=given["min_p"],
         repetition_penalty=given["repetition_penalty"],

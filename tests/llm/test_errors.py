@@ -59,7 +59,7 @@ def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
         {"tempreature": 1},
         {"temperature": "hot"},
         {"temperature": math.nan},
-        {"top_p": 0},
+        {"top_p": -0.5},
         {"max_tokens": 0},
         {"min_tokens": 5, "max_tokens": 4},
         {"stop": "x" * 2000},

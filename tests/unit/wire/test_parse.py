@@ -307,10 +307,10 @@ def test_an_embedding_needs_no_max_tokens() -> None:
         ),
         ({"temperature": "hot"}, "temperature must be a number, got 'hot'"),
         ({"temperature": True}, "temperature must be a number, got True"),
-        ({"top_p": 0}, "top_p must be finite, > 0 and <= 1, got 0"),
-        ({"top_p": 1.0001}, "top_p must be finite, > 0 and <= 1, got 1.0001"),
-        ({"top_p": 1.0000001}, "top_p must be finite, > 0 and <= 1, got 1.0000001"),
-        ({"top_p": 1e300}, "top_p must be finite, > 0 and <= 1, got 1e+300"),
+        ({"top_p": -0.1}, "top_p must be finite, >= 0 and <= 1, got -0.1"),
+        ({"top_p": 1.0001}, "top_p must be finite, >= 0 and <= 1, got 1.0001"),
+        ({"top_p": 1.0000001}, "top_p must be finite, >= 0 and <= 1, got 1.0000001"),
+        ({"top_p": 1e300}, "top_p must be finite, >= 0 and <= 1, got 1e+300"),
         ({"min_p": 2}, "min_p must be finite, >= 0 and <= 1, got 2"),
         ({"top_k": -2}, "top_k must be >= -1, got -2"),
         ({"top_k": 1.5}, "top_k must be an integer, got 1.5"),
@@ -443,6 +443,12 @@ def test_greedy(temperature: Any) -> None:
 
 def test_top_k_of_minus_one_is_off() -> None:
     assert parse({"top_k": -1}).sampling.top_k == 0
+
+
+def test_top_p_of_zero_is_off() -> None:
+    """As in the TensorRT-LLM backend."""
+    assert parse({"top_p": 0}).sampling.top_p == 1
+    assert parse(top_p=[0.0]).sampling.top_p == 1
 
 
 @pytest.mark.parametrize(

@@ -180,8 +180,8 @@ def gptq(
     return tensors, found.numbers
 
 
-def awq(weight: Tensor, *, group: int = 128) -> Packed:
-    found = rounded(weight, 4, group, symmetric=False, scale_type=torch.float16)
+def awq(weight: Tensor, *, group: int = 128, symmetric: bool = False) -> Packed:
+    found = rounded(weight, 4, group, symmetric=symmetric, scale_type=torch.float16)
     tensors = {
         "qweight": words(found.codes.t(), 4, AWQ_ORDER),
         "qzeros": words(found.zeros.t(), 4, AWQ_ORDER),
@@ -447,6 +447,9 @@ CASES: Final[Mapping[str, Case]] = MappingProxyType(
                 "pack-quantized", {**_group("group", 4, "int", group_size=128), "symmetric": False}
             ),
             model="quantized-phi",
+        ),
+        "awq-by-auto-round": Case(
+            lambda weight: awq(weight, symmetric=True), {**_AWQ, "zero_point": False, "sym": True}
         ),
         "awq-channel": Case(lambda weight: awq(weight, group=-1), {**_AWQ, "group_size": -1}),
         "gptq-128": Case(gptq, _GPTQ),

@@ -27,10 +27,12 @@ _IN_PATTERNS: Final = re.compile(r"[*+?^$()\[\]{}|\\]")
 
 
 def read_awq(config: ConfigReader) -> list[Rule]:
-    """AutoAWQ's AWQ; newer tools say ``format`` or ``checkpoint_format`` for ``version``."""
+    """AutoAWQ's AWQ; newer tools say ``format`` or ``checkpoint_format`` for ``version``.
+
+    The files that AutoRound writes with ``zero_point`` false have zero points, too, all the same.
+    """
     for key in ("version", "format", "checkpoint_format"):
         only(config, key, config.word(key, "gemm").lower(), "gemm")
-    only(config, "zero_point", config.flag("zero_point", True), True)
     listed = names(config, "modules_to_not_convert")
     return [*plain(config, listed, module), Rule(ALL, _awq_format(config))]
 

@@ -528,6 +528,11 @@ SPOILT: Final[dict[str, tuple[str, Spoil, str]]] = {
         _replace("weight_scale", lambda scale: scale[:, :, :1]),
         r"weight_scale has the shape \(1, 1, 1, 1\), .* needs \(1, 2\) or \(1, 1, 2, 1\)",
     ),
+    "no zeros of symmetric awq": (
+        "awq-by-auto-round",
+        _drop("qzeros"),
+        r"lacks .*q_proj\.qzeros",
+    ),
     "no zeros of auto-round": ("auto-round-awq", _drop("qzeros"), r"lacks .*q_proj\.qzeros"),
 }
 

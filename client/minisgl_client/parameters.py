@@ -132,7 +132,8 @@ class Parameters(TypedDict, total=False):
     """Asked for by default."""
     return_cumulative_logprob: bool | None
     return_context_logits: bool | None
-    """False, or the server refuses it; likewise the next."""
+    """False, or the server refuses it; likewise the next two."""
     return_generation_logits: bool | None
+    return_kv_cache_reuse_stats: bool | None
     return_perf_metrics: bool | None
     """Ask for the server's times."""

@@ -70,6 +70,7 @@ INPUTS: Final[Mapping[str, str]] = MappingProxyType(
         "return_log_probs": "BOOL",
         "return_context_logits": "BOOL",
         "return_generation_logits": "BOOL",
+        "return_kv_cache_reuse_stats": "BOOL",
         "return_num_input_tokens": "BOOL",
         "return_num_output_tokens": "BOOL",
         "return_num_cached_tokens": "BOOL",

@@ -214,6 +214,7 @@ PARAMETERS: dict[str, Any] = {
     "bad_words": "",
     "return_context_logits": False,
     "return_generation_logits": False,
+    "return_kv_cache_reuse_stats": False,
     "pad_id": 0,
     "return_finish_reason": True,
     "return_num_input_tokens": True,

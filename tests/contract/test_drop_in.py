@@ -283,6 +283,7 @@ def test_trtllm_log_probs_that_are_not_asked_for(server: TritonServer, flag: boo
     [
         ("return_context_logits", False, True),
         ("return_generation_logits", False, True),
+        ("return_kv_cache_reuse_stats", False, True),
         ("beam_width", np.int32(1), np.int32(2)),
         ("length_penalty", np.float32(1), np.float32(2)),
         ("bad_words", b"", b"no"),

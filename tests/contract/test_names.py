@@ -152,5 +152,5 @@ def test_a_name_is_offered_or_refused() -> None:
     """Some are both: declared for clients that always send them, and refused except one value."""
     assert set(NEUTRAL) & set(BY_NAME) == {
         *("beam_width", "length_penalty", "bad_words"),
-        *("return_context_logits", "return_generation_logits"),
+        *("return_context_logits", "return_generation_logits", "return_kv_cache_reuse_stats"),
     }

@@ -387,6 +387,8 @@ def test_what_is_wrong_is_named(parameters: dict[str, Any], message: str) -> Non
         ("suffix", "", "x"),
         ("image", [], "iVBORw0KGgo"),
         ("include_stop_str_in_output", False, True),
+        ("return_kv_cache_reuse_stats", False, True),
+        ("embedding_bias_words", "", "yes"),
     ],
 )
 def test_what_is_not_offered_is_refused_unless_neutral(name: str, neutral: Any, other: Any) -> None:

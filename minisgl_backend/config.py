@@ -89,7 +89,9 @@ class EngineOptions:
         None, "pages of KV; auto: as many as fit the free memory, on a CPU at most 2 GiB", minimum=1
     )
     kv_cache_dtype: str | None = option(
-        None, "type of the KV cache; auto: that of the activations", choices=("fp8_e4m3",)
+        None,
+        "type of the KV cache; fp8 is fp8_e4m3; auto: that of the activations",
+        choices=("fp8_e4m3", "fp8"),
     )
     state_dtype: str | None = option(
         None,

@@ -183,7 +183,7 @@ def _check_memory(options: EngineOptions, spec: ModelSpec) -> None:
     of_position = shape.numbers_per_position(window_pages=False)
     if not of_position:  # all layers have windows: there are at least half as many window pages
         of_position = shape.numbers_per_position(window_pages=True) // 2
-    kv_bytes = of_position * (1 if options.kv_cache_dtype == "fp8_e4m3" else item_bytes)
+    kv_bytes = of_position * (item_bytes if options.kv_cache_dtype is None else 1)
     table_entries = options.max_running_requests * -(-context // page_size)
     num_slots = options.max_loras if options.enable_lora else 0
     adapter_bytes = options.max_lora_rank * num_adapted(spec) * item_bytes

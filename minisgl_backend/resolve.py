@@ -97,7 +97,7 @@ def resolve(options: EngineOptions, place: RankPlace) -> Resolved:
         shape=spec.attention_shape(place.size).for_context(context_of(options, spec)),
         context=context_of(options, spec),
         dtype=dtype,
-        kv_dtype=torch.float8_e4m3fn if options.kv_cache_dtype == "fp8_e4m3" else dtype,
+        kv_dtype=dtype if options.kv_cache_dtype is None else torch.float8_e4m3fn,
         state_dtype=getattr(torch, state_dtype_name(options, spec)),
     )
 

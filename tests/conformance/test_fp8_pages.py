@@ -139,7 +139,8 @@ def test_the_scales_of_a_checkpoint_are_those_of_its_pages(tmp_path: Path) -> No
     prompts = ["The capital of France is", "What is the emoji for a fox?"]
     params = {"temperature": 0, "max_tokens": 8, "num_logprobs": 0}
     answers = []
-    for name, scale in (("none", None), ("sensible", 0.06), ("small", 1e-6)):
+    cases = (("none", None, None), ("sensible", 0.06, "fp8"), ("small", 1e-6, "fp8_e4m3"))
+    for name, scale, kv_cache_dtype in cases:
         shutil.copytree(DEMO_MODEL, tmp_path / name)
         weights = tmp_path / name / "model.safetensors"
         tensors = load_file(weights)
@@ -149,7 +150,6 @@ def test_the_scales_of_a_checkpoint_are_those_of_its_pages(tmp_path: Path) -> No
                 tensors[f"{attention}.k_scale"] = torch.tensor(scale)
                 tensors[f"{attention}.v_scale"] = torch.tensor(scale)
         save_file(tensors, weights, {"format": "pt"})
-        kv_cache_dtype = None if scale is None else "fp8_e4m3"
         with LLM(tmp_path / name, device="cpu", num_pages=64, kv_cache_dtype=kv_cache_dtype) as llm:
             answers.append(llm.generate(prompts, params))
     exact, sensible, small = ([one.token_ids for one in answer] for answer in answers)

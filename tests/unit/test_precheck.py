@@ -219,9 +219,9 @@ def test_options_that_only_a_gpu_can_judge(given: dict[str, Any]) -> None:
         ({"state_dtype": "float16"}, "state_dtype: Qwen3ForCausalLM has no recurrent layers"),
         ({"max_sequence_length": 8193}, "8193 exceeds the model's context of 8192"),
         ({"num_pages": 10**10}, r"num_pages=10000000000 of 16 positions would take 655,360,00\S+ "),
-        (
-            {"num_pages": 10**10, "kv_cache_dtype": "fp8_e4m3"},
-            r"positions would take 163,840,00\S+ ",
+        *(
+            ({"num_pages": 10**10, "kv_cache_dtype": name}, r"positions would take 163,840,00\S+ ")
+            for name in ("fp8_e4m3", "fp8")
         ),
         ({"num_pages": 10**8, "page_size": 1024}, "num_pages=100000000 of 1024 positions would"),
     ],

@@ -23,6 +23,9 @@ _HARMLESS: Final = (
 )
 _OURS: Final = re.compile(r'^[IWE]\d{4} ([\d:]+)\.\d+ +\d+ \S*\.py:\d+\] "(.*)"$')
 _TRITON_INFO: Final = re.compile(r"^[IV]\d{4} [\d:.]+ +\d+ (?!\S*\.py:)")
+_REFUSAL: Final = re.compile(r"^E\d{4} [\d:.]+ +\d+ \S+\.cc:\d+\] .*TritonModelException: ")
+"""A model says why it does not load, as Triton repeats it for everything that needs the model. Who
+waits for the load tells it by ``load_failure``."""
 _LOAD_FAILURE: Final = re.compile(
     r"failed to load '(\w+)' version \d+: [\w ]+?: (?:TritonModelException: )?(.*)"
 )
@@ -80,7 +83,7 @@ class Console:
             return True
         if any(text in line for text in _HARMLESS):
             return True
-        return not line.strip() or _TRITON_INFO.match(line) is not None
+        return not line.strip() or any(it.match(line) for it in (_TRITON_INFO, _REFUSAL))
 
 
 class ConsoleHandler(logging.Handler):

@@ -643,17 +643,24 @@ CHATTER = [
     "",
     'W1121 03:06:24.8 15664 pinned_memory_manager.cc:170] "failed to allocate pinned"',
 ]
+REFUSALS = [
+    'E1121 03:06:25.1 15664 backend_model.cc:692] "ERROR: Failed to create instance: '
+    "TritonModelException: adapter 'a': no file\\n\\nAt:\\n  /x.py(100): wrapped\\n\"",
+    "E1121 03:06:25.1 15664 model_lifecycle.cc:642] \"failed to load 'llm_engine' version 1: "
+    "Internal: TritonModelException: adapter 'a': no file\\n\\nAt:\\n  /x.py(100): wrapped\\n\"",
+]
 
 
 def test_the_operator_sees_what_matters(capfd: pytest.CaptureFixture[str]) -> None:
     ours = 'I1121 03:06:25.839737 15664 setup.py:117] "minisgl_backend.x: loading"'
     error = 'E1121 03:06:25.8 15664 server.cc:1] "trouble"'
-    lines = [*CHATTER, ours, error, "plain"]
+    bug = 'E1121 03:06:25.8 15664 backend_model.cc:692] "ERROR: Failed to create instance: KeyError'
+    lines = [*CHATTER, *REFUSALS, ours, error, bug, "plain"]
     quiet, loud = Console(everything=False), Console(everything=True)
     for line in lines:
         quiet.show(line)
     shown = capfd.readouterr().err.splitlines()
-    assert shown == ["03:06:25 minisgl_backend.x: loading", error, "plain"]
+    assert shown == ["03:06:25 minisgl_backend.x: loading", error, bug, "plain"]
     for line in lines:
         loud.show(line)
     assert capfd.readouterr().err.splitlines() == lines

@@ -8,11 +8,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from minisgl_client.parameters import Parameters
 
 MAX_STOPS: Final = 16
+_LEAST_TOP_P: Final = 1e-9
+"""It leaves the likeliest token alone."""
 NO_LIMIT: Final = -1
 """``max_tokens`` that asks for as many tokens as there is room for, as in llama.cpp."""
 _MOST_TOKENS: Final = 2**31 - 1
@@ -60,6 +62,17 @@ class Policy:
             cache_salt=_common_salt(self.salt, cache_salt),
             timeout_ms=max(1, round(self.timeout_s * 1000)),
         )
+
+
+def sampling_parameters(given: Mapping[str, Any]) -> Parameters:
+    """The caller's parameters of sampling, as the schemas have checked them, by the engine's names.
+
+    With ``top_p`` 0 the likeliest token is taken, as in OpenAI's API; to the engine 0 is off.
+    """
+    parameters = cast(Parameters, dict(given))
+    if "top_p" in parameters:
+        parameters["top_p"] = parameters["top_p"] or _LEAST_TOP_P
+    return parameters
 
 
 def shared_parameters(

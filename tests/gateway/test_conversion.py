@@ -86,6 +86,14 @@ def test_parameters_of_one_meaning_go_on_as_they_are() -> None:
     assert {name: value for name, value in parameters.items() if name in given} == given
 
 
+def test_top_p_of_zero_is_the_likeliest_token() -> None:
+    """As in OpenAI's API; to the engine 0 is off."""
+    for parameters in (of_completion(top_p=0).parameters, of_chat(top_p=0).parameters):
+        assert parameters["top_p"] == pytest.approx(1e-9)
+    assert of_chat(top_p=1).parameters["top_p"] == 1
+    assert "top_p" not in of_chat().parameters
+
+
 def test_parameters_of_another_name_or_sense() -> None:
     parameters = of_completion(stop="x", seed=-1, priority=3, logprobs=2).parameters
     assert parameters["stop"] == ["x"]

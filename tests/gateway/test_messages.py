@@ -217,6 +217,7 @@ def test_sampling_parameters() -> None:
     assert asked.parameters == {"temperature": 0.5, "top_p": 0.9, "top_k": 7}
     assert asked.stop == ["x"] and asked.tells_stop and asked.max_tokens == 9
     assert chat().parameters == {}
+    assert chat(top_p=0).parameters["top_p"] == pytest.approx(1e-9)
 
 
 # --- the way out ---------------------------------------------------------------------------------

@@ -123,7 +123,7 @@ class GenerationRequest(FormFields):
         description="-1 is as many as there is room for; 0 goes with echo or prompt_logprobs",
     )
     temperature: float = Field(1.0, ge=0)
-    top_p: float = Field(1.0, gt=0, le=1)
+    top_p: float = Field(1.0, ge=0, le=1, description="0: the likeliest token")
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)

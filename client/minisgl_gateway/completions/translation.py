@@ -28,7 +28,12 @@ from minisgl_gateway.completions.schema import (
 )
 from minisgl_gateway.errors import invalid, unsupported
 from minisgl_gateway.form_schema import form_of
-from minisgl_gateway.generation import Generation, Policy, shared_parameters
+from minisgl_gateway.generation import (
+    Generation,
+    Policy,
+    sampling_parameters,
+    shared_parameters,
+)
 from minisgl_gateway.template import Wishes
 from minisgl_gateway.tools import Calls, Tool, allowed, call_of
 from minisgl_gateway.turns import with_one_beginning
@@ -195,7 +200,7 @@ def _parameters(
         given["num_prompt_logprobs"] = request.prompt_logprobs
     if request.priority:
         given["priority_level"] = -request.priority
-    return cast(Parameters, given)  # by the schema
+    return sampling_parameters(given)
 
 
 def _stops(request: GenerationRequest) -> list[str]:

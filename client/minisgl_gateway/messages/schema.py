@@ -192,7 +192,7 @@ class MessagesRequest(CountTokensRequest):
     stop_sequences: Annotated[list[str], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
     stream: bool = False
     temperature: float = Field(1.0, ge=0)
-    top_p: float = Field(1.0, gt=0, le=1)
+    top_p: float = Field(1.0, ge=0, le=1, description="0: the likeliest token")
     top_k: int = Field(0, ge=-1, lt=2**31, description="0 or -1 is off")
     metadata: MessagesMetadata | None = label()
     service_tier: Literal["auto", "standard_only"] | None = label("there is one; no effect")

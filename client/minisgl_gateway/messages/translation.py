@@ -9,13 +9,12 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Final, cast
-
-from minisgl_client.parameters import Parameters
+from typing import Any, Final
 
 from minisgl_gateway.chat import Chat
 from minisgl_gateway.content import content_of
 from minisgl_gateway.errors import invalid
+from minisgl_gateway.generation import sampling_parameters
 from minisgl_gateway.messages.schema import (
     AssistantTurn,
     CountTokensRequest,
@@ -67,7 +66,7 @@ def chat_of(request: MessagesRequest) -> Chat:
         raise invalid("the last message must not be the assistant's: none is continued", "messages")
     return replace(
         chat,
-        parameters=cast(Parameters, request.given("temperature", "top_p", "top_k")),
+        parameters=sampling_parameters(request.given("temperature", "top_p", "top_k")),
         max_tokens=request.max_tokens,
         stop=request.stop_sequences or (),
         stop_param="stop_sequences",

@@ -314,7 +314,7 @@ class ResponsesRequest(InputTokensRequest):
     stream_options: ResponseStreamOptions | None = None
     max_output_tokens: int | None = Field(None, ge=1, lt=2**31)
     temperature: float = Field(1.0, ge=0)
-    top_p: float = Field(1.0, gt=0, le=1)
+    top_p: float = Field(1.0, ge=0, le=1, description="0: the likeliest token")
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     include: (
         Annotated[

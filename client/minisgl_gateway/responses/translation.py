@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final, TypeAlias, cast
+from typing import Any, Final, TypeAlias
 
-from minisgl_client.parameters import Parameters
 from pydantic import TypeAdapter
 
 from minisgl_gateway.chat import Chat
 from minisgl_gateway.content import content_of
 from minisgl_gateway.errors import invalid, shown
+from minisgl_gateway.generation import sampling_parameters
 from minisgl_gateway.responses.schema import (
     AllowedTools,
     FunctionCallItem,
@@ -70,7 +70,7 @@ def chat_of(request: ResponsesRequest, messages: Sequence[Mapping[str, Any]]) ->
     if request.stream_options is not None and not request.stream:
         raise invalid("stream_options goes with stream", "stream_options")
     chat = counted_chat(request, messages)
-    parameters = cast(Parameters, request.given("temperature", "top_p"))
+    parameters = sampling_parameters(request.given("temperature", "top_p"))
     if (num_logprobs := logprobs_of(request)) is not None:
         parameters["num_logprobs"] = num_logprobs
     return replace(

@@ -6,6 +6,7 @@ Must not know a chat, or any API's JSON.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, cast
@@ -13,6 +14,8 @@ from typing import Any, Final, cast
 from minisgl_client.parameters import Parameters
 
 MAX_STOPS: Final = 16
+_SALT: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
+"""What the engine takes as a salt."""
 _LEAST_TOP_P: Final = 1e-9
 """It leaves the likeliest token alone."""
 NO_LIMIT: Final = -1
@@ -99,7 +102,12 @@ def shared_parameters(
 
 
 def _common_salt(of_key: str, of_request: str | None) -> str | None:
-    """A salt with which only requests of the same key and with the same salt share prefixes."""
-    if not of_key or not of_request:
-        return of_key or of_request
+    """A salt with which only requests of the same key and with the same salt share prefixes.
+
+    A request's may be any text; what the engine does not take as a salt is hashed.
+    """
+    if not of_request:
+        return of_key or None
+    if not of_key and _SALT.fullmatch(of_request):
+        return of_request
     return hashlib.sha256(f"{of_key} {of_request}".encode()).hexdigest()

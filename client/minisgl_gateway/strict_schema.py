@@ -62,14 +62,8 @@ TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 
 
 def salt() -> Any:
-    """The field ``cachesalt``, by default none."""
-    return Field(
-        None,
-        min_length=1,
-        max_length=64,
-        pattern="^[A-Za-z0-9_-]*$",
-        description="prefixes are shared under equal salts only",
-    )
+    """The field ``cache_salt``, by default none."""
+    return Field(None, min_length=1, description="prefixes are shared under equal salts only")
 
 
 def label(description: str = "a label; no effect") -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -369,6 +370,14 @@ def test_salts_of_keys_and_of_requests_both_count() -> None:
     ]
     assert salts[:3] == [None, "mine", "key"]
     assert len(set(salts)) == 5
+
+
+def test_a_salt_may_be_any_text() -> None:
+    """vLLM tells callers to make 32 random bytes, in base64."""
+    given = ("4sKzrKfwW8zRi/1mq+aHxMBBBh9RPdVqcLCvRWAPe2Q=", "x" * 65, "line\n", "\u0661", " ", "@")
+    salts = {of_chat(cache_salt=salt).parameters["cache_salt"] for salt in given}
+    assert len(salts) == len(given)
+    assert all(re.fullmatch("[0-9a-f]{64}", salt or "") for salt in salts)
 
 
 # --- the form of the answer ----------------------------------------------------------------------

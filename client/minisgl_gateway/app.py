@@ -54,6 +54,8 @@ from minisgl_gateway.retrieval_schema import (
     EmbeddingRequest,
     Reranked,
     RerankRequest,
+    ScoreList,
+    ScoreRequest,
 )
 from minisgl_gateway.routes import CompletionRoutes, MessagesRoutes, ResponsesRoutes
 from minisgl_gateway.servers import Engine, Servers
@@ -184,7 +186,7 @@ def _add_messages(app: FastAPI, routes: MessagesRoutes) -> None:
 
 
 def _add_retrieval(app: FastAPI, routes: RetrievalRoutes) -> None:
-    """Add embeddings, in OpenAI's API, and reranking, in Jina's."""
+    """Add embeddings, in OpenAI's API, reranking, in Jina's and Cohere's, and scores, in vLLM's."""
     app.post(
         "/v1/embeddings",
         responses={200: {"model": EmbeddingList}},
@@ -195,6 +197,14 @@ def _add_retrieval(app: FastAPI, routes: RetrievalRoutes) -> None:
         responses={200: {"model": Reranked}},
         openapi_extra=BodyOf(RerankRequest),
     )(routes.rerank)
+    app.post(
+        "/v1/score",
+        responses={200: {"model": ScoreList}},
+        openapi_extra=BodyOf(ScoreRequest),
+    )(routes.score)
+    for path in ("/v2/rerank", "/rerank"):  # that of Cohere's clients; vLLM has all these
+        app.post(path, include_in_schema=False)(routes.rerank)
+    app.post("/score", include_in_schema=False)(routes.score)
 
 
 def _add_probes(app: FastAPI, health: HealthRoute, lookups: Lookups, telemetry: Telemetry) -> None:

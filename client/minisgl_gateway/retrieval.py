@@ -1,4 +1,4 @@
-"""``/v1/embeddings`` and ``/v1/rerank``: what searches need from a model, over ``Service``.
+"""``/v1/embeddings``, ``/v1/rerank`` and ``/v1/score``: what searches need, over ``Service``.
 
 An embedding is the engine's: the hidden state of the input's last token. To rerank, the model is
 asked, in the words that Qwen3-Reranker was trained on, whether each document meets the query; a
@@ -13,6 +13,7 @@ import asyncio
 import base64
 import math
 import sys
+import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +28,13 @@ from minisgl_gateway.counts import Counts
 from minisgl_gateway.engine_errors import api_error_of_finish
 from minisgl_gateway.errors import internal, invalid
 from minisgl_gateway.lookups import Lookups
-from minisgl_gateway.retrieval_schema import EmbeddingRequest, RerankRequest, RetrievalRequest
+from minisgl_gateway.retrieval_schema import (
+    EmbeddingRequest,
+    RelevanceRequest,
+    RerankRequest,
+    RetrievalRequest,
+    ScoreRequest,
+)
 from minisgl_gateway.servers import Engine
 from minisgl_gateway.service import Service
 from minisgl_gateway.strict_schema import MAX_LOGPROBS
@@ -88,9 +95,9 @@ class RetrievalRoutes:
         """POST /v1/rerank."""
         request = await self._service.received(RerankRequest, http)
         request_id = f"rerank-{uuid.uuid4().hex}"
-        frame = await self._frame(http)
         counts, texts = Counts(), request.texts
-        scores = await self._scores(http, request, frame, counts, request_id)
+        pairs = [(request.query, text) for text in texts]
+        scores = await self._scores(http, request, pairs, "documents", counts, request_id)
         ranked = sorted(range(len(scores)), key=lambda index: (-scores[index], index))
         results = [
             schema.RerankResult(
@@ -107,6 +114,20 @@ class RetrievalRoutes:
         )
         return _json(answer)
 
+    async def score(self, http: Request) -> Response:
+        """POST /v1/score."""
+        request = await self._service.received(ScoreRequest, http)
+        request_id, counts = f"score-{uuid.uuid4().hex}", Counts()
+        scores = await self._scores(http, request, request.pairs, "text_2", counts, request_id)
+        answer = schema.ScoreList(
+            id=request_id,
+            created=int(time.time()),
+            model=request.model,
+            data=[schema.Score(index=index, score=score) for index, score in enumerate(scores)],
+            usage=_usage(counts),
+        )
+        return _json(answer)
+
     async def _frame(self, http: Request) -> _Frame:
         texts = (_BEFORE, _AFTER, "yes", "no")
         before, after, yes, no = await asyncio.gather(
@@ -117,31 +138,33 @@ class RetrievalRoutes:
         return _Frame(before, after, yes[0], no[0])
 
     async def _prompt(
-        self, http: Request, request: RerankRequest, frame: _Frame, text: str
+        self, http: Request, instruction: str | None, frame: _Frame, query: str, text: str
     ) -> list[int]:
         """The question about a document as token ids."""
-        instruction = request.instruction or _INSTRUCTION
-        about = f"<Instruct>: {instruction}\n<Query>: {request.query}\n<Document>: {text}"
+        about = f"<Instruct>: {instruction or _INSTRUCTION}\n<Query>: {query}\n<Document>: {text}"
         return [*frame.before, *await self._lookups.text_tokens(http, about), *frame.after]
 
     async def _scores(
         self,
         http: Request,
-        request: RerankRequest,
-        frame: _Frame,
+        request: RelevanceRequest,
+        pairs: Sequence[tuple[str, str]],
+        param: str,
         counts: Counts,
         request_id: str,
     ) -> list[float]:
-        """The relevance of each document, 0 .. 1.
+        """The relevance, 0 .. 1, of the document in each of the ``pairs`` to the query before it;
+        ``param`` has the documents.
 
         A first call tells the log-probability of the likelier answer, and of the other if it is
         among the likely tokens. If it is not, a second call tells it; the prompt is cached then.
         Only the questions of documents whose turn has come are in memory: each has the whole query.
         """
+        frame = await self._frame(http)
         both = {frame.yes: _FOR_SURE, frame.no: _FOR_SURE}
 
         async def score(index: int) -> float:
-            prompt = await self._prompt(http, request, frame, request.texts[index])
+            prompt = await self._prompt(http, request.instruction, frame, *pairs[index])
 
             async def ask(name: str, biases: Mapping[int, float]) -> Result:
                 asked = {
@@ -164,8 +187,8 @@ class RetrievalRoutes:
                 told[token] = _logprobs(second.logprobs)[token]
             return 1 / (1 + math.exp(min(told[frame.no] - told[frame.yes], 700)))
 
-        fields, num_texts = RerankRequest.model_fields, len(request.texts)
-        return await self._service.each(http, score, num_texts, request_id, fields, "documents")
+        fields = type(request).model_fields
+        return await self._service.each(http, score, len(pairs), request_id, fields, param)
 
     async def _complete(self, request_id: str, asked: Mapping[str, Any]) -> Result:
         """The engine's answer, which has come to its end; raises ``ApiError`` if it has not."""
@@ -228,5 +251,5 @@ def _usage(counts: Counts) -> schema.RetrievalUsage:
     return schema.RetrievalUsage(prompt_tokens=tokens, total_tokens=tokens)
 
 
-def _json(answer: schema.EmbeddingList | schema.Reranked) -> Response:
+def _json(answer: schema.EmbeddingList | schema.Reranked | schema.ScoreList) -> Response:
     return Response(answer.model_dump_json(), media_type="application/json")

@@ -24,6 +24,7 @@ OPERATIONS = (
     "POST /v1/messages/count_tokens",
     "POST /v1/embeddings",
     "POST /v1/rerank",
+    "POST /v1/score",
     "GET /v1/models",
     "GET /v1/models/{name}",
     "POST /tokenize",
@@ -42,6 +43,7 @@ SHORT: dict[str, dict[str, Any]] = {
     "POST /v1/messages/count_tokens": {},
     "POST /v1/embeddings": {},
     "POST /v1/rerank": {},
+    "POST /v1/score": {},
 }
 """What keeps an answer short, if not ``max_tokens`` and ``n``."""
 CONFIG = schemathesis.Config.from_dict(

@@ -167,6 +167,40 @@ def test_documents_are_ranked_by_their_relevance(gateway: Gateway, theirs: tuple
     assert max(abs(one["relevance_score"] - scores[0]) for one in other) > 1e-4
 
 
+@pytest.mark.parametrize("route", ["/rerank", "/v2/rerank"])
+def test_other_names_of_the_route_for_ranking(gateway: Gateway, route: str) -> None:
+    """The second is the one of Cohere's clients."""
+    body = {"model": "minisgl", "query": QUERY, "documents": DOCUMENTS, "top_n": 2}
+    answer = gateway.post(route, body).json()
+    assert isinstance(answer["id"], str)
+    expected = reranked(gateway, DOCUMENTS, top_n=2).json()["results"]
+    for one, other in zip(answer["results"], expected, strict=True):
+        assert one["index"] == other["index"]
+        assert one["relevance_score"] == pytest.approx(other["relevance_score"], abs=1e-5)
+
+
+@pytest.mark.parametrize("route", ["/score", "/v1/score"])
+def test_scores_of_pairs(gateway: Gateway, theirs: tuple[Any, Any], route: str) -> None:
+    def scored(text_1: Any, text_2: Any) -> Any:
+        return gateway.post(route, {"model": "minisgl", "text_1": text_1, "text_2": text_2})
+
+    expected = [pytest.approx(relevance(theirs, document), abs=1e-4) for document in DOCUMENTS]
+    for queries in (QUERY, [QUERY], [QUERY] * 3):
+        answer = scored(queries, DOCUMENTS).json()
+        assert [one["index"] for one in answer["data"]] == [0, 1, 2]
+        assert [one["score"] for one in answer["data"]] == expected
+        assert answer["object"] == "list" and answer["data"][0]["object"] == "score"
+        assert answer["usage"]["total_tokens"] > 100
+    (single,) = scored(QUERY, DOCUMENTS[0]).json()["data"]
+    assert single["score"] == expected[0]
+    first, second = scored([QUERY, "x"], DOCUMENTS[:1] * 2).json()["data"]
+    assert first["score"] != second["score"]
+    error = scored([QUERY] * 2, DOCUMENTS).json()["error"]
+    assert error["message"] == "text_1 must be one text, or 3 as text_2, got 2"
+    assert error["param"] == "text_1"
+    assert scored(QUERY, ["word", "word " * 40000]).json()["error"]["param"] == "text_2"
+
+
 def test_what_cannot_be_ranked_is_refused(gateway: Gateway) -> None:
     assert "documents must not be empty" in reranked(gateway, []).text
     assert "documents[0]" in reranked(gateway, [{"title": "Rivers"}]).text

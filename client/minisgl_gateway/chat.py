@@ -62,7 +62,8 @@ class Chat:
     ``parameters`` are the caller's sampling parameters, by the engine's names. ``max_tokens`` is
     None if the caller gave none, and ``NO_LIMIT`` for as many as there is room for. With
     ``tells_counts`` deltas have the numbers of tokens; with ``tells_stop`` the end has the stop
-    string that matched. ``n`` is the number of choices.
+    string that matched, and with ``includes_stop`` the text ends with it. ``n`` is the number of
+    choices.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -81,6 +82,7 @@ class Chat:
     cache_salt: str | None = None
     tells_counts: bool = True
     tells_stop: bool = False
+    includes_stop: bool = False
     n: int = 1
     stream: bool = False
 
@@ -128,14 +130,14 @@ class Chat:
                 calls_alone=self.offers_tools and self.calls.required,
                 separates_thoughts=self.separates_thoughts,
             )
-            return AnswerReader(reader=channels)
+            return AnswerReader(reader=channels, includes_stop=self.includes_stop)
         calls = template.dialect.text_reader()
         if self.offers_tools:
             calls = template.dialect.reader(self.tools, calls_alone=self.calls.required)
         thoughts = None
         if self.separates_thoughts and template.thinking is not None:
             thoughts = ThinkingReader(template.thinking, template.begins_thinking)
-        return AnswerReader(calls, thoughts, own_stop)
+        return AnswerReader(calls, thoughts, own_stop, includes_stop=self.includes_stop)
 
     def generation(self, policy: Policy, template: Template) -> Generation:
         """The request to the engine; raises ``ApiError``."""
@@ -167,7 +169,8 @@ class Chat:
             stops.append(own_stop)
         if stops:
             parameters["stop"] = stops
-            parameters["return_stop_reason"] = self.tells_stop or own_stop is not None
+            tells_stop = self.tells_stop or self.includes_stop or own_stop is not None
+            parameters["return_stop_reason"] = tells_stop
         keeps_marks = dialect.keeps_special_tokens and (self.offers_tools or dialect.has_channels)
         if keeps_marks or (self.separates_thoughts and template.thinking is not None):
             parameters["skip_special_tokens"] = False

@@ -11,7 +11,7 @@ the other, are the same however the answer was cut.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol, TypeAlias
 
 from minisgl_client.answer import Delta, Result
@@ -82,7 +82,8 @@ class AnswerReader:
     """The state between two pieces of one choice; without readers the whole choice is one text.
 
     ``reader`` takes the text first; what it leaves as text goes through ``calls``. ``own_stop`` is
-    the stop string that ends an answer after its first call.
+    the stop string that ends an answer after its first call. With ``includes_stop`` the text ends
+    with the caller's stop string that matched.
     """
 
     def __init__(
@@ -90,10 +91,13 @@ class AnswerReader:
         calls: CallReader | None = None,
         reader: TextReader | None = None,
         own_stop: str | None = None,
+        *,
+        includes_stop: bool = False,
     ) -> None:
         self._calls = calls
         self._reader = reader
         self._own_stop = own_stop
+        self._includes_stop = includes_stop
         self._num_calls = 0
         self._num_tokens = 0
         """Tokens whose text has not come yet."""
@@ -106,6 +110,8 @@ class AnswerReader:
         if source.finish_reason is not None:
             stop = matched if isinstance(matched, str) and not closed else None
             ending = Ending(_reason(source.finish_reason), stop)
+            if stop is not None and self._includes_stop:
+                source = replace(source, text=source.text + stop)
         parts: list[Part] = [source.text] if source.text else []
         num_thought_tokens = 0
         if self._reader is not None:

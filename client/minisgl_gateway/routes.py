@@ -57,7 +57,9 @@ class CompletionRoutes:
         renderer = CompletionRenderer(request)
         state_of(http.scope).request_id = renderer.id
         renderer.echoes = await self._echoes(request, generations)
-        readers = [AnswerReader() for _ in range(len(generations) * request.n)]
+        includes_stop = request.include_stop_str_in_output
+        num_choices = len(generations) * request.n
+        readers = [AnswerReader(includes_stop=includes_stop) for _ in range(num_choices)]
         _, param = form_of(request)
         job = Job(
             generations,

@@ -57,6 +57,8 @@ have hundreds."""
 MAX_LOGPROBS: Final = 20
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+ServiceTier = Literal["auto", "default", "flex", "priority", "scale"]
+"""How fast, and how dear, OpenAI answers."""
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 

@@ -399,7 +399,11 @@ HARMLESS: list[dict[str, Any]] = [
     {"typical_p": 1},
     {"no_stop_trim": False},
     {"store": True},
-    {"service_tier": "auto"},
+    *({"service_tier": tier} for tier in ("auto", "flex", "priority")),
+    {"prediction": {"type": "content", "content": "x"}},
+    {"documents": []},
+    {"kv_transfer_params": {}},
+    {"include_stop_str_in_output": False, "skip_special_tokens": True},
     {"max_tokens": -1},
     *({name: None} for name in ("regex", "ebnf", "lora_path", "kv_transfer_params")),
     *({name: None} for name in ("vllm_xargs", "mm_processor_kwargs", "never_heard_of")),
@@ -420,8 +424,8 @@ def test_what_is_taken_without_effect_is_a_field_that_says_so() -> None:
         assert kind.model_fields.keys() >= kind.without_effect
 
 
-def test_a_tier_of_service_that_is_not_offered() -> None:
-    assert told(ChatCompletionRequest, service_tier="flex").param == "service_tier"
+def test_a_tier_of_service_that_is_not_known() -> None:
+    assert told(ChatCompletionRequest, service_tier="turbo").param == "service_tier"
 
 
 @pytest.mark.parametrize(

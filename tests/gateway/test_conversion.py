@@ -80,6 +80,7 @@ def test_parameters_of_one_meaning_go_on_as_they_are() -> None:
         "ignore_eos": True,
         "min_tokens": 3,
         "stop_token_ids": [5],
+        "skip_special_tokens": False,
         "logit_bias": {"17": -100.0},
         "max_tokens": 40,
     }

@@ -234,6 +234,29 @@ def test_extra_parameters_of_vllm(client: OpenAI) -> None:
     assert answer.choices[0].finish_reason == "length"
 
 
+def test_the_stop_string_that_matched_ends_the_text_if_it_is_asked_for(client: OpenAI) -> None:
+    extra = {"include_stop_str_in_output": True}
+    chat = asked(MAX_WORDS, stop=["nothing", "5"])
+    whole = client.chat.completions.create(**chat, extra_body=extra).choices[0].message.content
+    without = client.chat.completions.create(**chat).choices[0].message.content
+    assert whole == f"{without}5"
+    assert text_of(streamed(client, MAX_WORDS, stop="5", extra_body=extra)) == whole
+    completion: dict[str, Any] = {"model": MODEL, "prompt": FRANCE, "temperature": 0, "stop": "ri"}
+    assert client.completions.create(**completion, extra_body=extra).choices[0].text == " Pari"
+    parts = client.completions.create(**completion, extra_body=extra, stream=True)
+    assert "".join(part.choices[0].text for part in parts) == " Pari"
+
+
+def test_special_tokens_are_shown_if_it_is_asked_for(client: OpenAI) -> None:
+    forced: dict[str, Any] = {"max_tokens": 2, "logit_bias": {"1": 100}}
+    for skips, text in ((True, ""), (False, "<|im_start|>" * 2)):
+        extra = {"skip_special_tokens": skips}
+        completion = client.completions.create(model=MODEL, prompt="x", **forced, extra_body=extra)
+        assert completion.choices[0].text == text
+        chat = client.chat.completions.create(**asked(FRANCE, **forced), extra_body=extra)
+        assert chat.choices[0].message.content == text
+
+
 def test_logprobs_of_a_chat(client: OpenAI) -> None:
     fields = {"logprobs": True, "top_logprobs": 3}
     whole = client.chat.completions.create(**asked(FRANCE, **fields)).choices[0]

@@ -27,6 +27,7 @@ from minisgl_gateway.strict_schema import (
     Body,
     Effort,
     PromptCacheOptions,
+    ServiceTier,
     Strict,
     TokenId,
     TokenIds,
@@ -44,8 +45,7 @@ _BOTH: Final[dict[str, tuple[Any, ...]]] = {
     "dynatemp_range": (0,),
     "early_stopping": (False,),
     "guided_whitespace_pattern": (),
-    "include_stop_str_in_output": (False,),
-    "kv_transfer_params": (),
+    "kv_transfer_params": ({},),
     "length_penalty": (1,),
     "logits_processors": (),
     "lora_path": (),
@@ -55,7 +55,6 @@ _BOTH: Final[dict[str, tuple[Any, ...]]] = {
     "repeat_penalty": (1,),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
-    "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "tfs_z": (1,),
     "top_a": (0,),
@@ -71,12 +70,11 @@ _CHAT: Final[dict[str, tuple[Any, ...]]] = {
     "best_of": (1,),
     "chat_template": (),
     "continue_final_message": (False,),
-    "documents": (),
+    "documents": ([],),
     "echo": (False,),
     "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
     "moderation": (),
-    "prediction": (),
     "web_search_options": (),
 }
 _TOKENIZE: Final[dict[str, tuple[Any, ...]]] = {
@@ -128,6 +126,10 @@ class GenerationRequest(FormFields):
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: str | Annotated[list[str], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
+    include_stop_str_in_output: bool = Field(False, description="the text ends with that of stop")
+    skip_special_tokens: bool = Field(
+        True, description="false: the text shows special tokens, but for those that end the answer"
+    )
     logit_bias: dict[str, float] | None = Field(None, description="token id: -100 .. 100")
     top_k: int = Field(0, ge=-1, lt=2**31, description="0 or -1 is off")
     min_p: float = Field(0.0, ge=0, le=1)
@@ -150,7 +152,7 @@ class GenerationRequest(FormFields):
     safety_identifier: str | None = label()
     metadata: dict[str, str] | None = label()
     request_id: str | None = label("the header X-Request-Id has one; no effect")
-    service_tier: Literal["auto", "default"] | None = label("there is one; no effect")
+    service_tier: ServiceTier | None = label("there is one; no effect")
     store: bool | None = label("nothing is stored; no effect")
 
 
@@ -183,6 +185,7 @@ class ChatCompletionRequest(GenerationRequest):
 
     not_offered = MappingProxyType({**_BOTH, **_CHAT})
     without_effect = GenerationRequest.without_effect | {
+        "prediction",
         "prompt_cache_options",
         "stream_reasoning",
         "verbosity",
@@ -217,6 +220,7 @@ class ChatCompletionRequest(GenerationRequest):
         True, description="thoughts are the message's reasoning_content; false: part of its content"
     )
     include_reasoning: bool = Field(True, description="false: thoughts are left out of the answer")
+    prediction: dict[str, Any] | None = label("answers are not guessed by it; no effect")
     prompt_cache_options: PromptCacheOptions | None = label(
         "prefixes stay while there is room; no effect"
     )

@@ -54,6 +54,7 @@ def completion_generations(request: CompletionRequest, policy: Policy) -> list[G
     parameters.update(_parameters(request, request.max_tokens))
     if stops := _stops(request):
         parameters["stop"] = stops
+        parameters["return_stop_reason"] = request.include_stop_str_in_output
     form, _ = form_of(request)
     if form is not None:
         parameters["structured_outputs"] = cast(StructuredOutputs, form)
@@ -127,6 +128,7 @@ def chat_of(request: ChatCompletionRequest) -> Chat:
         parameters=parameters,
         max_tokens=max_tokens,
         stop=_stops(request),
+        includes_stop=request.include_stop_str_in_output,
         cache_salt=request.cache_salt,
         tells_counts=_tells_counts(request),
         n=request.n,
@@ -224,6 +226,7 @@ _SAME: Final = (
     "ignore_eos",
     "min_tokens",
     "stop_token_ids",
+    "skip_special_tokens",
     "logit_bias",
 )
 """Parameters with the same name and meaning on both sides."""

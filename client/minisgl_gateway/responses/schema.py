@@ -21,6 +21,7 @@ from minisgl_gateway.strict_schema import (
     DirectCaller,
     Effort,
     PromptCacheOptions,
+    ServiceTier,
     Strict,
     by_type,
     label,
@@ -345,5 +346,5 @@ class ResponsesRequest(InputTokensRequest):
     prompt_cache_options: PromptCacheOptions | None = label(
         "prefixes stay while there is room; no effect"
     )
-    service_tier: Literal["auto", "default"] | None = label("there is one; no effect")
+    service_tier: ServiceTier | None = label("there is one; no effect")
     max_tool_calls: int | None = label("of tools that are run here, of which there are none")

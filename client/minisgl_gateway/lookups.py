@@ -198,17 +198,27 @@ class Lookups:
 
         Raises ``MinisglError``.
         """
-        parameters = generation.parameters
-        given: dict[str, Any] = {"timeout_ms": parameters.get("timeout_ms")}
+        given: dict[str, Any] = {"timeout_ms": generation.parameters.get("timeout_ms")}
         text, ids = generation.prompt, generation.input_ids
         if text is None:
             text = (await self._engine.tokenize(input_ids=ids, **given)).text
         elif scored:
-            added = parameters.get("add_special_tokens")
-            ids = (await self._engine.tokenize(text, add_special_tokens=added, **given)).ids
+            ids = await self.prompt_ids(generation)
         if not scored or not ids:
             return Echo(text)
         return Echo(text, (await self._engine.tokenize(input_ids=ids[:1], **given)).text)
+
+    async def prompt_ids(self, generation: Generation) -> Sequence[int]:
+        """The tokens of a completion's prompt; raises ``MinisglError``."""
+        text, parameters = generation.prompt, generation.parameters
+        if text is None:
+            return generation.input_ids or ()
+        tokens = await self._engine.tokenize(
+            text,
+            add_special_tokens=parameters.get("add_special_tokens"),
+            timeout_ms=parameters.get("timeout_ms"),
+        )
+        return tokens.ids
 
     async def _tokens(
         self, http: Request, given: Mapping[str, Any], fields: Container[str]

@@ -6,14 +6,14 @@ On top of ``Service``. Must not know how the engine is asked, or how an answer i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 from minisgl_client.errors import MinisglError
 from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 
-from minisgl_gateway.completions.answers import Echo
 from minisgl_gateway.completions.rendering import ChatRenderer, CompletionRenderer
 from minisgl_gateway.completions.schema import ChatCompletionRequest, CompletionRequest
 from minisgl_gateway.completions.translation import chat_of, completion_generations, num_samples
@@ -37,6 +37,8 @@ from minisgl_gateway.responses.rendering import ResponseRenderer
 from minisgl_gateway.responses.schema import InputTokensRequest, ResponsesRequest
 from minisgl_gateway.service import Service
 
+_Found = TypeVar("_Found")
+
 
 class CompletionRoutes:
     """OpenAI's API of chat completions and completions."""
@@ -48,7 +50,11 @@ class CompletionRoutes:
     async def chat(self, http: Request) -> HttpResponse:
         """POST /v1/chat/completions."""
         request = await self._service.received(ChatCompletionRequest, http)
-        return await self._service.answer_chat(http, chat_of(request), ChatRenderer(request))
+        chat, renderer = chat_of(request), ChatRenderer(request)
+        if request.return_token_ids:
+            tokens = await self._lookups.chat_tokens(http, chat, ChatCompletionRequest.model_fields)
+            renderer.prompt_ids = tokens.ids
+        return await self._service.answer_chat(http, chat, renderer)
 
     async def completions(self, http: Request) -> HttpResponse:
         """POST /v1/completions."""
@@ -56,7 +62,11 @@ class CompletionRoutes:
         generations = completion_generations(request, self._service.policy(http))
         renderer = CompletionRenderer(request)
         state_of(http.scope).request_id = renderer.id
-        renderer.echoes = await self._echoes(request, generations)
+        scored = request.logprobs is not None
+        echo = partial(self._lookups.echo, scored=scored) if request.echo else None
+        prompt_ids = self._lookups.prompt_ids if request.return_token_ids else None
+        renderer.echoes = await _looked_up(echo, request, generations)
+        renderer.prompt_ids = await _looked_up(prompt_ids, request, generations)
         includes_stop = request.include_stop_str_in_output
         num_choices = len(generations) * request.n
         readers = [AnswerReader(includes_stop=includes_stop) for _ in range(num_choices)]
@@ -70,24 +80,6 @@ class CompletionRoutes:
             num_samples(request),
         )
         return await self._service.answer(http, job, stream=request.stream)
-
-    async def _echoes(
-        self, request: CompletionRequest, generations: Sequence[Generation]
-    ) -> list[Echo | None]:
-        """What comes before each answer, if it is asked for."""
-        if not request.echo:
-            return [None for _ in generations for _ in range(request.n)]
-        scored = request.logprobs is not None
-
-        async def one(index: int) -> Echo:
-            try:
-                return await self._lookups.echo(generations[index], scored=scored)
-            except MinisglError as error:
-                names = named_prompt("prompt", index, len(generations))
-                raise api_error(error, CompletionRequest.model_fields, names) from error
-
-        echoes = await gathered(one, len(generations))
-        return [echo for echo in echoes for _ in range(request.n)]
 
 
 class ResponsesRoutes:
@@ -190,6 +182,26 @@ class MessagesRoutes:
         chat, fields = messages_api.counted_chat(request), CountTokensRequest.model_fields
         tokens = await self._lookups.chat_tokens(http, chat, fields)
         return CountedTokens(input_tokens=len(tokens.ids))
+
+
+async def _looked_up(
+    lookup: Callable[[Generation], Awaitable[_Found]] | None,
+    request: CompletionRequest,
+    generations: Sequence[Generation],
+) -> list[_Found | None]:
+    """What is found out about each choice's prompt, if it is asked for; raises ``ApiError``."""
+    if lookup is None:
+        return [None for _ in generations for _ in range(request.n)]
+
+    async def one(index: int) -> _Found:
+        try:
+            return await lookup(generations[index])
+        except MinisglError as error:
+            names = named_prompt("prompt", index, len(generations))
+            raise api_error(error, CompletionRequest.model_fields, names) from error
+
+    found = await gathered(one, len(generations))
+    return [it for it in found for _ in range(request.n)]
 
 
 def _not_kept(id: str) -> ApiError:

@@ -257,6 +257,44 @@ def test_special_tokens_are_shown_if_it_is_asked_for(client: OpenAI) -> None:
         assert chat.choices[0].message.content == text
 
 
+def test_ids_of_tokens(client: OpenAI) -> None:
+    """As in vLLM, whose fields the client keeps."""
+    extra = {"return_token_ids": True}
+    whole: Any = client.chat.completions.create(**asked(FRANCE), extra_body=extra)
+    scored: Any = client.chat.completions.create(**asked(FRANCE, logprobs=True), extra_body=extra)
+    assert whole.choices[0].logprobs is None
+    assert whole.choices[0].token_ids == scored.choices[0].token_ids
+    assert len(scored.choices[0].logprobs.content) == len(whole.choices[0].token_ids) == 4
+    assert len(whole.prompt_token_ids) == whole.usage.prompt_tokens
+    chunks: Any = streamed(client, FRANCE, extra_body=extra)
+    assert chunks[0].prompt_token_ids == whole.prompt_token_ids
+    assert not any(hasattr(chunk, "prompt_token_ids") for chunk in chunks[1:])
+    choices = [choice for chunk in chunks for choice in chunk.choices]
+    parts = [getattr(choice, "token_ids", []) for choice in choices]
+    assert [one for part in parts for one in part] == whole.choices[0].token_ids
+
+    completion: dict[str, Any] = {"model": MODEL, "prompt": [[40, 41], [42]], "temperature": 0}
+    answer: Any = client.completions.create(**completion, extra_body=extra)
+    assert [choice.prompt_token_ids for choice in answer.choices] == [[40, 41], [42]]
+    assert all(choice.logprobs is None for choice in answer.choices)
+    assert sum(len(one.token_ids) for one in answer.choices) == answer.usage.completion_tokens
+    streams: Any = client.completions.create(**completion, extra_body=extra, stream=True)
+    ids: dict[int, list[int]] = {0: [], 1: []}
+    prompts: dict[int, list[int]] = {}
+    for chunk in streams:
+        (choice,) = chunk.choices
+        ids[choice.index] += choice.token_ids
+        if hasattr(choice, "prompt_token_ids"):
+            assert choice.index not in prompts
+            prompts[choice.index] = choice.prompt_token_ids
+    assert prompts == {0: [40, 41], 1: [42]}
+    assert [ids[one.index] for one in answer.choices] == [one.token_ids for one in answer.choices]
+    of_text: Any = client.completions.create(model=MODEL, prompt="Hi there", extra_body=extra)
+    assert len(of_text.choices[0].prompt_token_ids) == of_text.usage.prompt_tokens
+    plain: Any = client.completions.create(model=MODEL, prompt="Hi there")
+    assert not hasattr(plain.choices[0], "token_ids")
+
+
 def test_logprobs_of_a_chat(client: OpenAI) -> None:
     fields = {"logprobs": True, "top_logprobs": 3}
     whole = client.chat.completions.create(**asked(FRANCE, **fields)).choices[0]

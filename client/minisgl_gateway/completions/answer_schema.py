@@ -83,6 +83,7 @@ class ChatChoice(BaseModel):
     message: AnswerMessage
     logprobs: ChatLogprobs | None = None
     finish_reason: Literal["stop", "length", "tool_calls", "function_call"]
+    token_ids: list[int] | None = unless_null()
 
 
 class ChatCompletion(BaseModel):
@@ -93,6 +94,7 @@ class ChatCompletion(BaseModel):
     choices: list[ChatChoice]
     usage: Usage
     prompt_logprobs: PromptLogprobs | None = unless_null()
+    prompt_token_ids: list[int] | None = unless_null()
 
 
 class CompletionChoice(BaseModel):
@@ -101,6 +103,8 @@ class CompletionChoice(BaseModel):
     logprobs: CompletionLogprobs | None = None
     finish_reason: Literal["stop", "length"]
     prompt_logprobs: PromptLogprobs | None = unless_null()
+    prompt_token_ids: list[int] | None = unless_null()
+    token_ids: list[int] | None = unless_null()
 
 
 class Completion(BaseModel):

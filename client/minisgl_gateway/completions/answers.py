@@ -67,10 +67,11 @@ def chat_answer(
     *,
     num_logprobs: int | None,
     num_prompt_logprobs: int | None,
+    prompt_ids: Sequence[int] | None,
     call_form: CallForm,
     tells_thoughts: bool,
 ) -> schema.ChatCompletion:
-    """The answer to a chat, with its choices in order."""
+    """The answer to a chat, with its choices in order; with ``prompt_ids`` it tells tokens."""
     choices = []
     for index, piece in enumerate(pieces):
         calls = [called(one) for one in piece.calls]
@@ -90,6 +91,7 @@ def chat_answer(
                 message=message,
                 logprobs=logprobs,
                 finish_reason=chat_finish(piece, call_form),
+                token_ids=None if prompt_ids is None else token_ids(piece.source),
             )
         )
     return schema.ChatCompletion(
@@ -99,6 +101,7 @@ def chat_answer(
         choices=choices,
         usage=usage_of(counts),
         prompt_logprobs=prompt_logprobs(pieces[0].source, num_prompt_logprobs),
+        prompt_token_ids=None if prompt_ids is None else list(prompt_ids),
     )
 
 
@@ -110,10 +113,12 @@ def completion_answer(
     num_logprobs: int | None,
     num_prompt_logprobs: int | None,
     echoes: Sequence[Echo | None],
+    prompt_ids: Sequence[Sequence[int] | None],
 ) -> schema.Completion:
-    """The answer to a completion, with its choices in order, each after its echo, if any."""
+    """The answer to a completion, with its choices in order, each after its echo, if any; it tells
+    the tokens of those that have ``prompt_ids``."""
     choices = []
-    for index, (piece, echo) in enumerate(zip(pieces, echoes, strict=True)):
+    for index, (piece, echo, ids) in enumerate(zip(pieces, echoes, prompt_ids, strict=True)):
         result = piece.source
         logprobs = None
         if num_logprobs is not None:
@@ -128,6 +133,8 @@ def completion_answer(
                 logprobs=logprobs,
                 finish_reason=finish(piece),
                 prompt_logprobs=prompt_logprobs(result, num_prompt_logprobs),
+                prompt_token_ids=None if ids is None else list(ids),
+                token_ids=None if ids is None else token_ids(result),
             )
         )
     return schema.Completion(
@@ -236,6 +243,11 @@ def _likeliest_by_text(*tokens: TokenLogprob) -> dict[str, float]:
     for token in tokens:
         found[token.text] = max(token.logprob, found.get(token.text, token.logprob))
     return found
+
+
+def token_ids(source: Delta | Result) -> list[int]:
+    """The tokens of an answer, or of a part of it, that has logprobs."""
+    return [one.chosen.token_id for one in source.logprobs]
 
 
 def prompt_logprobs(result: Delta | Result, num_top: int | None) -> schema.PromptLogprobs | None:

@@ -6,6 +6,7 @@ per stream, and only new text is encoded. Must not know connections, or how the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 from minisgl_client.answer import TokenLogprobs
@@ -20,6 +21,7 @@ from minisgl_gateway.completions.answers import (
     chat_logprobs,
     completion_logprobs,
     finish,
+    token_ids,
     usage_of,
 )
 from minisgl_gateway.counts import Counts
@@ -32,7 +34,8 @@ DONE: Final = b"data: [DONE]\n\n"
 
 class ChatWriter:
     """One choice of a chat. ``num_logprobs`` is None if logprobs were not asked for. With
-    ``continuous`` every chunk has the number of tokens so far."""
+    ``prompt_ids`` the first chunk has these, and chunks have the tokens that have come with them.
+    With ``continuous`` every chunk has the number of tokens so far."""
 
     def __init__(
         self,
@@ -40,6 +43,7 @@ class ChatWriter:
         index: int,
         *,
         num_logprobs: int | None = None,
+        prompt_ids: Sequence[int] | None = None,
         call_form: CallForm = "tool_calls",
         tells_thoughts: bool = True,
         usage: bool = False,
@@ -49,6 +53,7 @@ class ChatWriter:
         self._head = f'{start},"choices":[{{"index":{index},"delta":'
         self._end = _end(usage)
         self._num_logprobs = num_logprobs
+        self._prompt_ids = prompt_ids
         self._call_form = call_form
         self._tells_thoughts = tells_thoughts
         self._num_calls = 0
@@ -63,8 +68,14 @@ class ChatWriter:
         events = []
         if not self._opened:
             self._opened = True
-            events.append(self._event('{"role":"assistant","content":""}'))
-        logprobs = "null"
+            opening = self._event('{"role":"assistant","content":""}')
+            if self._prompt_ids is not None:
+                told = f'}}],"prompt_token_ids":{to_json(list(self._prompt_ids))}'
+                opening = opening.removesuffix(self._end) + told + self._end.removeprefix("}]")
+            events.append(opening)
+        logprobs, ids = "null", ""
+        if self._prompt_ids is not None and delta.logprobs:
+            ids = f',"token_ids":{to_json(token_ids(delta))}'
         if self._num_logprobs is not None and delta.logprobs:
             logprobs = to_json(chat_logprobs(delta.logprobs, self._num_logprobs).model_dump())
         changes = [
@@ -72,9 +83,9 @@ class ChatWriter:
             for part in piece.parts
             if self._tells_thoughts or not isinstance(part, Thought)
         ]
-        for change in changes or (['{"content":""}'] if logprobs != "null" else []):
-            events.append(self._event(change, logprobs))
-            logprobs = "null"
+        for change in changes or (['{"content":""}'] if logprobs != "null" or ids else []):
+            events.append(self._event(change, logprobs, ids=ids))
+            logprobs, ids = "null", ""
         if piece.ending is not None:
             reason = chat_finish(piece, self._call_form)
             events.append(self._event("{}", finish_reason=f'"{reason}"'))
@@ -92,9 +103,12 @@ class ChatWriter:
         self._num_calls += 1
         return f'{{"tool_calls":[{to_json(call)}]}}'
 
-    def _event(self, change: str, logprobs: str = "null", finish_reason: str = "null") -> str:
+    def _event(
+        self, change: str, logprobs: str = "null", finish_reason: str = "null", ids: str = ""
+    ) -> str:
         return (
-            f'{self._head}{change},"logprobs":{logprobs},"finish_reason":{finish_reason}{self._end}'
+            f'{self._head}{change},"logprobs":{logprobs},"finish_reason":{finish_reason}{ids}'
+            f"{self._end}"
         )
 
 
@@ -109,6 +123,7 @@ class CompletionWriter:
         *,
         num_logprobs: int | None = None,
         echo: Echo | None = None,
+        prompt_ids: Sequence[int] | None = None,
         usage: bool = False,
         continuous: bool = False,
     ) -> None:
@@ -116,6 +131,8 @@ class CompletionWriter:
         self._end = _end(usage)
         self._num_logprobs = num_logprobs
         self._counts = Counts() if continuous else None
+        self._tells_ids = prompt_ids is not None
+        self._prompt_ids = prompt_ids
         self._echo_text = "" if echo is None else echo.text
         self._echo = echo
         self._offsets = TextOffsets()
@@ -135,11 +152,15 @@ class CompletionWriter:
             logprobs = to_json(told.model_dump())
         if piece.ending is not None:
             finish_reason = f'"{finish(piece)}"'
-        elif not text and logprobs == "null":
+        elif not text and logprobs == "null" and not (self._tells_ids and delta.logprobs):
             return b""
+        ids = f',"token_ids":{to_json(token_ids(delta))}' if self._tells_ids else ""
+        if self._prompt_ids is not None:
+            ids += f',"prompt_token_ids":{to_json(list(self._prompt_ids))}'
+            self._prompt_ids = None
         return (
             f'{self._head}{to_json(text)},"logprobs":{logprobs},"finish_reason":{finish_reason}'
-            f"{self._end}"
+            f"{ids}{self._end}"
         ).encode()
 
 

@@ -55,7 +55,7 @@ class _EndingInDone:
 
 
 class ChatRenderer(_EndingInDone):
-    """OpenAI's chat completions."""
+    """OpenAI's chat completions; with ``prompt_ids`` they tell tokens, as vLLM's do."""
 
     _kind = "chat.completion.chunk"
     fields = ChatCompletionRequest.model_fields
@@ -65,6 +65,7 @@ class ChatRenderer(_EndingInDone):
         self._request = request
         self.names: Mapping[str, str] = {"max_tokens": name_of_max_tokens(request)}
         self._num_logprobs = (request.top_logprobs or 0) if request.logprobs else None
+        self.prompt_ids: Sequence[int] | None = None
         self._call_form: CallForm = "tool_calls" if request.tools else "function_call"
 
     def body(self, choices: Sequence[Piece], counts: Counts) -> bytes:
@@ -74,6 +75,7 @@ class ChatRenderer(_EndingInDone):
             counts,
             num_logprobs=self._num_logprobs,
             num_prompt_logprobs=self._request.prompt_logprobs,
+            prompt_ids=self.prompt_ids,
             call_form=self._call_form,
             tells_thoughts=self._request.include_reasoning,
         )
@@ -84,6 +86,7 @@ class ChatRenderer(_EndingInDone):
             self._heading,
             index,
             num_logprobs=self._num_logprobs,
+            prompt_ids=self.prompt_ids,
             call_form=self._call_form,
             tells_thoughts=self._request.include_reasoning,
             usage=self._includes_usage,
@@ -92,7 +95,7 @@ class ChatRenderer(_EndingInDone):
 
 
 class CompletionRenderer(_EndingInDone):
-    """OpenAI's completions; ``echoes`` has one for each choice."""
+    """OpenAI's completions; ``echoes`` and ``prompt_ids`` have one for each choice."""
 
     _kind = "text_completion"
     fields = CompletionRequest.model_fields
@@ -102,6 +105,7 @@ class CompletionRenderer(_EndingInDone):
         super().__init__(request, Heading.of("cmpl", request.model))
         self._request = request
         self.echoes: Sequence[Echo | None] = ()
+        self.prompt_ids: Sequence[Sequence[int] | None] = ()
 
     def body(self, choices: Sequence[Piece], counts: Counts) -> bytes:
         answer = completion_answer(
@@ -111,6 +115,7 @@ class CompletionRenderer(_EndingInDone):
             num_logprobs=self._request.logprobs,
             num_prompt_logprobs=self._request.prompt_logprobs,
             echoes=self.echoes,
+            prompt_ids=self.prompt_ids,
         )
         return answer.model_dump_json().encode()
 
@@ -120,6 +125,7 @@ class CompletionRenderer(_EndingInDone):
             index,
             num_logprobs=self._request.logprobs,
             echo=self.echoes[index],
+            prompt_ids=self.prompt_ids[index],
             usage=self._includes_usage,
             continuous=continues_usage(self._request),
         )

@@ -53,7 +53,6 @@ _BOTH: Final[dict[str, tuple[Any, ...]]] = {
     "n_probs": (0,),
     "no_stop_trim": (False,),
     "repeat_penalty": (1,),
-    "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "spaces_between_special_tokens": (True,),
     "tfs_z": (1,),
@@ -145,6 +144,7 @@ class GenerationRequest(FormFields):
         le=MAX_LOGPROBS,
         description="logprobs of the prompt's tokens, with that many others; not with stream",
     )
+    return_token_ids: bool = Field(False, description="ids of the prompt's and the answer's tokens")
     prompt_cache_key: str | None = label()
     prompt_cache_retention: str | None = label("prefixes stay while there is room; no effect")
     cache_prompt: bool | None = label("prefixes are always cached; no effect")

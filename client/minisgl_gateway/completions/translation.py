@@ -58,8 +58,8 @@ def completion_generations(request: CompletionRequest, policy: Policy) -> list[G
     form, _ = form_of(request)
     if form is not None:
         parameters["structured_outputs"] = cast(StructuredOutputs, form)
-    if request.logprobs is not None:
-        parameters["num_logprobs"] = request.logprobs
+    if request.logprobs is not None or request.return_token_ids:
+        parameters["num_logprobs"] = request.logprobs or 0  # they have the ids
     if request.echo and (request.logprobs is not None or request.max_tokens == 0):
         asked = (request.logprobs or 0, request.prompt_logprobs or 0)
         parameters["num_prompt_logprobs"] = max(asked)
@@ -107,8 +107,8 @@ def chat_of(request: ChatCompletionRequest) -> Chat:
     parameters = _parameters(request, max_tokens, name_of_max_tokens(request))
     if request.top_logprobs and not request.logprobs:
         raise invalid("top_logprobs goes with logprobs", "top_logprobs")
-    if request.logprobs:
-        parameters["num_logprobs"] = request.top_logprobs or 0
+    if request.logprobs or request.return_token_ids:
+        parameters["num_logprobs"] = request.top_logprobs or 0  # they have the ids
     tools, calls = _tools(request)
     form, form_param = form_of(request)
     return Chat(

@@ -69,9 +69,9 @@ class RMSNorm(nn.Module):
     def places(self) -> Iterator[tuple[str, WeightPlace]]:
         if not self.weighted:
             return
-        yield "weight", whole(self.weight, scale=self.scale, offset=self.offset)
+        yield "weight", whole(self.weight, scale=self.scale, offset=self.offset, neutral=1.0)
         if self.bias is not None:
-            yield "bias", whole(self.bias, scale=self.scale)
+            yield "bias", whole(self.bias, scale=self.scale, neutral=0.0)
 
 
 class HeadNorm(nn.Module):
@@ -112,11 +112,14 @@ class HeadNorm(nn.Module):
     def places(self) -> Iterator[tuple[str, WeightPlace]]:
         if not self.weighted:
             return
-        # written to all heads
+
+        def place(heads: Tensor) -> WeightPlace:  # written to all heads
+            return WeightPlace(heads, (heads.shape[1],), offset=self.offset, neutral=1.0)
+
         of_q, of_k = self.weight.data.tensor_split([self.num_heads])
-        yield "../q_norm.weight", WeightPlace(of_q, (self.weight.shape[1],), offset=self.offset)
+        yield "../q_norm.weight", place(of_q)
         if self.has_keys:
-            yield "../k_norm.weight", WeightPlace(of_k, (self.weight.shape[1],), offset=self.offset)
+            yield "../k_norm.weight", place(of_k)
 
 
 class TokenNorm(nn.Module):
@@ -150,7 +153,7 @@ class TokenNorm(nn.Module):
 
     def places(self) -> Iterator[tuple[str, WeightPlace]]:
         for name, weight, share in (("q", self.q, self._queries), ("k", self.k, self._keys)):
-            place = WeightPlace(weight.data, (share.total,), 0, share.start)
+            place = WeightPlace(weight.data, (share.total,), 0, share.start, neutral=1.0)
             yield f"../{name}_norm.weight", place
 
 

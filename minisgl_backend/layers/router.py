@@ -110,7 +110,7 @@ class Router(nn.Module):
         if self.correction is not None:
             yield "e_score_correction_bias", whole(self.correction)
         if self.factors is not None:
-            yield "../per_expert_scale", whole(self.factors)
+            yield "../per_expert_scale", whole(self.factors, neutral=1.0)
 
 
 def _in_float32(x: Tensor, weight: Tensor) -> Tensor:

@@ -129,7 +129,8 @@ class WeightPlace:
 
     ``target`` is a view into a parameter. The checkpoint's tensor has ``shape``. If ``dim`` is
     given, only the indices from ``start`` up to ``start + target.shape[dim]`` along it go here.
-    What is stored is (offset + the checkpoint's number) * scale.
+    What is stored is (offset + the checkpoint's number) * scale. ``neutral`` is the sum with which
+    a norm or a scale has no effect.
     """
 
     target: Tensor
@@ -138,6 +139,7 @@ class WeightPlace:
     start: int = 0
     scale: float = 1.0
     offset: float = 0.0
+    neutral: float | None = None
 
     @property
     def device(self) -> torch.device:
@@ -172,9 +174,12 @@ def empty_parameter(*shape: int, dtype: torch.dtype | None = None) -> nn.Paramet
     return nn.Parameter(torch.empty(*shape, dtype=dtype), requires_grad=False)
 
 
-def whole(parameter: Tensor, *, scale: float = 1.0, offset: float = 0.0) -> WeightPlace:
+def whole(
+    parameter: Tensor, *, scale: float = 1.0, offset: float = 0.0, neutral: float | None = None
+) -> WeightPlace:
     """The place of a parameter that every rank holds in full (``WeightPlace``)."""
-    return WeightPlace(parameter.data, tuple(parameter.shape), scale=scale, offset=offset)
+    shape = tuple(parameter.shape)
+    return WeightPlace(parameter.data, shape, scale=scale, offset=offset, neutral=neutral)
 
 
 def collect_places(module: nn.Module, prefix: str = "") -> dict[str, Place]:

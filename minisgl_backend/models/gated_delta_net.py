@@ -184,7 +184,7 @@ class GatedDeltaNet(DeltaMixer):
             begin += share.size
         for name, parameter in (("A_log", self.log_decay), ("dt_bias", self.decay_bias)):
             yield name, WeightPlace(parameter.data, (self._heads.total,), 0, self._heads.start)
-        yield "norm.weight", whole(self.norm_weight)
+        yield "norm.weight", whole(self.norm_weight, neutral=1.0)
         for module in (self.in_proj, self.rates_proj):
             for own, place in () if module is None else module.places():
                 yield own.removeprefix("../"), place

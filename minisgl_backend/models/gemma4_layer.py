@@ -146,7 +146,7 @@ class ExpertsBeside(nn.Module):
             "post_feedforward_layernorm_2.weight": self.after,
         }
         for name, norm in names.items():
-            yield f"../{name}", whole(norm.weight, scale=norm.scale)
+            yield f"../{name}", whole(norm.weight, scale=norm.scale, neutral=1.0)
 
 
 class LayerInputsMaker(nn.Module):
@@ -199,7 +199,7 @@ class _Scalar(nn.Module):
         self.value = empty_parameter(1)
 
     def places(self) -> Iterator[tuple[str, Place]]:
-        yield "../layer_scalar", whole(self.value)
+        yield "../layer_scalar", whole(self.value, neutral=1.0)
 
 
 def _replicated(

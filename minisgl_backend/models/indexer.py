@@ -51,8 +51,8 @@ class Indexer(nn.Module):
     def places(self) -> Iterator[tuple[str, Place]]:
         for name, child in self.named_children():
             yield from collect_places(child, name).items()
-        yield "k_norm.weight", whole(self.k_norm)
-        yield "k_norm.bias", whole(self.k_norm_bias)
+        yield "k_norm.weight", whole(self.k_norm, neutral=1.0)
+        yield "k_norm.bias", whole(self.k_norm_bias, neutral=0.0)
 
     def forward(
         self, x: Normed, query_latents: Tensor, index_keys: Tensor, step: StepContext

@@ -119,7 +119,7 @@ class KimiDeltaAttention(DeltaMixer):
         rates = self.log_decay.data.view(1, 1, -1, 1)
         yield "A_log", WeightPlace(rates, (1, 1, heads.total, 1), 2, heads.start)
         yield "dt_bias", WeightPlace(self.decay_bias.data.view(-1), (size.total,), 0, size.start)
-        yield "o_norm.weight", whole(self.norm_weight)
+        yield "o_norm.weight", whole(self.norm_weight, neutral=1.0)
         for module in (self.in_proj, self.rates_proj, self.f_b_proj, self.g_b_proj):
             for own, place in () if module is None else module.places():
                 yield own.removeprefix("../"), place

@@ -159,7 +159,7 @@ class MambaMixer(RecurrentMixer):
             yield name, WeightPlace(parameter.data, (self._heads.total,), 0, self._heads.start)
         if self.norm_weight is not None:
             norm, share = self.norm_weight.data, self._inner
-            yield "norm.weight", WeightPlace(norm, (share.total,), 0, share.start)
+            yield "norm.weight", WeightPlace(norm, (share.total,), 0, share.start, neutral=1.0)
         for own_name, place in self.in_proj.places():
             yield own_name.removeprefix("../"), place
         yield from collect_places(self.out_proj, "out_proj").items()

@@ -23,7 +23,7 @@ from safetensors.torch import load
 from torch import Tensor
 
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.layers.weight_place import Place, ReadTensor, StoredTensor
+from minisgl_backend.layers.weight_place import Place, ReadTensor, StoredTensor, WeightPlace
 from minisgl_backend.models.checkpoint import WeightFiles, WeightHeader, reading, weight_files
 from minisgl_backend.models.tensor_names import LAYER, StoredAs, TensorNames
 from minisgl_backend.progress import Progress, unseen
@@ -94,8 +94,8 @@ def load_weights(
 
 
 def fill_random(places: Mapping[str, Place], seed: int, dtype: torch.dtype) -> None:
-    """Make weights to try out a shape without a checkpoint: norms are 1, all else is
-    normal(0, 0.02).
+    """Make weights to try out a shape without a checkpoint: norms and scales have no
+    effect, all else is normal(0, 0.02).
 
     Each rank draws the checkpoint's whole weights, in ``dtype`` and on its device, and keeps its
     slices. So on devices of the same kind, any number of ranks has the same model.
@@ -103,8 +103,9 @@ def fill_random(places: Mapping[str, Place], seed: int, dtype: torch.dtype) -> N
     generators: dict[torch.device, torch.Generator] = {}
     for name, place in places.items():
         device = place.device
-        if name.endswith("norm.weight"):
-            place.draw(torch.ones(place.shape, dtype=dtype, device=device))
+        if isinstance(place, WeightPlace) and place.neutral is not None:
+            number = place.neutral - place.offset
+            place.draw(torch.full(place.shape, number, dtype=dtype, device=device))
             continue
         if device not in generators:
             generators[device] = torch.Generator(device)

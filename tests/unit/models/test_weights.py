@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -302,6 +303,21 @@ def test_dummy_weights_need_no_files_and_follow_the_seed(folder: Path) -> None:
         assert "norm" in name or not torch.equal(parameter, other.get_parameter(name))
     with pytest.raises(ConfigError, match="load_format must be auto or dummy"):
         _build(folder, load_format="pickle")
+
+
+@pytest.mark.parametrize(
+    "case", ["gemma3", "gemma4-experts", "cohere-biases", "deepseek-v32", "kimi-linear", "bamba"]
+)
+def test_norms_and_scales_of_dummy_weights_have_no_effect(tmp_path: Path, case: str) -> None:
+    write_checkpoint(case, tmp_path)
+    model = _build(tmp_path, load_format="dummy")
+    seen = 0
+    for name, place in _places(model).items():
+        if re.search(r"norm|_scale|scalar|router\.scale", name):
+            seen += 1
+            expected = 0.0 if name.endswith("bias") else place.scale
+            assert torch.equal(place.target, torch.full_like(place.target, expected)), name
+    assert seen > len(model.layers)
 
 
 def test_an_mlp_that_is_an_expert_too_counts_once(tmp_path: Path) -> None:

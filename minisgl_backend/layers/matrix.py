@@ -140,8 +140,8 @@ class Matrix(nn.Module, ABC):
         that width, for a weight that holds G and then U. ``adaptation``: the weight's adapters add
         to the product.
 
-        ``out``, of the result's shape, takes the result if that saves memory; not with a bias, a
-        gate or adapters.
+        The result is what is returned; ``out``, of its shape, may hold it. Not with a bias, a gate
+        or adapters.
         """
         kernel = self._gemm_kernel if adaptation is None or self._shrink is not None else None
         if adaptation is None and self._is_streamed(len(x.x)):
@@ -343,7 +343,7 @@ class DenseMatrix(Matrix):
             num_tokens, width, self.in_features, gated=gated
         ):
             return wide_linear.wide_linear(rows, weight, bias=bias, gate=gate, pdl=pdl)
-        if out is not None:
+        if out is not None and self._packed is None:
             return torch.mm(rows, weight.t(), out=out)
         if self._packed is None:
             y = F.linear(rows, weight, bias)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from minisgl_backend.experts_spec import ExpertsSpec
+from minisgl_backend.gates import ClampedGate
 from minisgl_backend.kernels import expert_cut
 from minisgl_backend.kernels.adapters import AdaptedTokens
 from minisgl_backend.kernels.experts import (
@@ -76,7 +77,11 @@ class ExpertsMLP(nn.Module):
         self.shared: GatedMLP | UngatedMLP | None = None
         self.shared_gate: nn.Parameter | None = None
         if (shared := spec.shared) is not None:
-            make = GatedMLP if spec.gate is not None else UngatedMLP
+            assert not isinstance(spec.gate, ClampedGate)
+            make: partial[GatedMLP] | partial[UngatedMLP]
+            make = partial(UngatedMLP, activation="relu2")
+            if spec.gate is not None:
+                make = partial(GatedMLP, gate=spec.gate)
             self.shared = make(
                 f"{name}.{shared.name}",
                 hidden_size,

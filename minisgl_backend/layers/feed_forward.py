@@ -57,7 +57,7 @@ class GatedMLP(nn.Module):
         bias: bool,
         group: Group,
         matrices: Matrices,
-        gate: Gate = "silu",
+        gate: Gate,
     ):
         """``name`` is the module's in the checkpoint."""
         super().__init__()
@@ -121,7 +121,7 @@ class UngatedMLP(nn.Module):
         bias: bool,
         group: Group,
         matrices: Matrices,
-        activation: Activation = "relu2",
+        activation: Activation,
     ):
         """``name`` is the module's in the checkpoint."""
         super().__init__()

@@ -121,6 +121,7 @@ class _MidLayer(nn.Module):
             place=len(spec.attention_layers) - 1,
         )
         self.post_attention_layernorm = residual_norm(own)
+        assert own.gate is not None
         self.mlp = GatedMLP(
             "midlayer.mlp",
             own.hidden_size,
@@ -128,6 +129,7 @@ class _MidLayer(nn.Module):
             bias=own.mlp_bias,
             group=group,
             matrices=matrices,
+            gate=own.gate,
         )
         shared, scale = spec.attention_shape(group.size).scale, own.attention_shape().scale
         self.query_scale = None if scale == shared else scale / shared

@@ -25,7 +25,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.experts_spec import ExpertsSpec, RoutingRule, SharedExpert
-from minisgl_backend.gates import ClampedGate
+from minisgl_backend.gates import ClampedGate, Gate
 from minisgl_backend.kernels.routing import choose
 from minisgl_backend.layers.experts import ExpertsMLP
 from minisgl_backend.layers.norm import Normed
@@ -136,19 +136,21 @@ def test_softmax_router(normalize: bool, top_k: int, x: Tensor, fused: bool) -> 
     check(theirs, spec_of(top_k, normalize=normalize), x, fused=fused)
 
 
-def test_shared_expert_with_a_gate(x: Tensor) -> None:
+@pytest.mark.parametrize("gate", ["silu", "gelu"])
+def test_shared_expert_with_a_gate(x: Tensor, gate: Gate) -> None:
     config = Qwen2MoeConfig(
         hidden_size=HIDDEN_SIZE,
         moe_intermediate_size=INNER_SIZE,
         shared_expert_intermediate_size=40,
         num_experts=NUM_EXPERTS,
         num_experts_per_tok=3,
+        hidden_act="silu" if gate == "silu" else "gelu_pytorch_tanh",
     )
     theirs = drawn(Qwen2MoeSparseMoeBlock, config)
     shared = SharedExpert(name="shared_expert", intermediate_size=40, gated=True)
-    plain = spec_of(normalize=False)
-    spec = ExpertsSpec(routing=plain.routing, intermediate_size=INNER_SIZE, shared=shared)
-    check(theirs, spec, x)
+    spec = replace(spec_of(normalize=False), shared=shared, gate=gate)
+    for fused in (False, True):
+        check(theirs, spec, x, fused=fused)
 
 
 @pytest.mark.parametrize("normalize", [True, False])

@@ -141,8 +141,9 @@ class Decoder(nn.Module):
         self.eagle: EagleLayer | None = None
         if spec.eagle is not None:
             self.eagle = EagleLayer(spec, spec.eagle, group, matrices)
-        self._rotary_tables: list[Tensor] = []  # each float32[num_positions, rotary dimensions]
-        # layers differ in their rotary table, and in whether they have a window and growing queries
+        # tables float32[num_positions, rotary dimensions], and whether these are interleaved
+        self._rotations: list[tuple[Tensor, bool]] = []
+        # layers differ in their rotation, and in whether they have a window and growing queries
         self._places: list[tuple[int, bool, bool]] = []
         self._places_of: list[int] = []  # indices of ``_places``, by layer
         self._query_scales: Tensor | None = None  # float32[num_positions]
@@ -191,8 +192,12 @@ class Decoder(nn.Module):
         spec = self.spec
         ropes = [(spec.rope_of(layer), spec.rotary_head_dim(layer)) for layer in spec.all_layers]
         kinds = list(dict.fromkeys(ropes))
-        self._rotary_tables = [
-            rotary_table(rope, head_dim, num_positions, device) for rope, head_dim in kinds
+        self._rotations = [
+            (
+                rotary_table(rope, head_dim, num_positions, device),
+                rope is not None and rope.interleaved,
+            )
+            for rope, head_dim in kinds
         ]
         growth = spec.query_growth
         of_layers = [
@@ -276,8 +281,7 @@ class Decoder(nn.Module):
                 TokenPlaces(
                     positions,
                     window_slots if in_window and window_slots is not None else slots,
-                    self._rotary_tables[table],
-                    spec.rope.interleaved,
+                    *self._rotations[rotation],
                 ),
                 attend,
                 pdl,
@@ -286,7 +290,7 @@ class Decoder(nn.Module):
                 adapted,
                 layer_inputs,
             )
-            for table, in_window, grows in self._places
+            for rotation, in_window, grows in self._places
         ]
         for_mtp, parts = residual, dict[int, Tensor]()
         if self.mtp is not None and (read_layers := self.mtp.read_layers):
@@ -327,11 +331,8 @@ class Decoder(nn.Module):
         these. Keys and values of the layer go to ``slots``. The shapes are those of ``forward``.
         """
         mtp, layer = self._guessing, self.spec.num_layers
-        table, _, _ = self._places[self._places_of[layer]]
-        rope = self.spec.rope_of(layer)
-        places = TokenPlaces(
-            positions, slots, self._rotary_tables[table], rope is not None and rope.interleaved
-        )
+        rotation, _, _ = self._places[self._places_of[layer]]
+        places = TokenPlaces(positions, slots, *self._rotations[rotation])
         embedded = (mtp.embedding or self.model.embed_tokens)(tokens)
         with nullcontext() if self.mark is None else self.mark("MTP layer"):
             return mtp.states(embedded, states, StepContext(places, attend, pdl=False))
@@ -397,7 +398,7 @@ class Decoder(nn.Module):
         With several ranks, only steps on tensor cores may: the ranks' fused sums read the residual
         stream before they wait, and no other GEMM ensures that it is written by then.
         """
-        if not can_start_early(self._rotary_tables[0].device):
+        if not can_start_early(self.model.norm.weight.device):
             return False
         if num_tokens <= self._most_tensor_core_tokens:
             return True

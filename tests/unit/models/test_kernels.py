@@ -175,6 +175,13 @@ def test_a_prompt_then_a_token(case: str, length: int, fused: bool, tmp_path: Pa
     check_prompt_then_token(load(tmp_path, OneRank(), fused=fused), *a_prompt(theirs, length))
 
 
+def test_a_layer_pairs_dimensions_by_its_own_rope(tmp_path: Path) -> None:
+    prompt, spec = a_prompt(write("glm4", tmp_path), 40), load_spec(tmp_path)
+    halves = replace(spec.rope, interleaved=not spec.rope.interleaved)
+    by_layer = replace(spec, rope=halves, ropes=(spec.rope,) * spec.num_layers)
+    check_prompt_then_token(load(tmp_path, OneRank(), fused=True, spec=by_layer), *prompt)
+
+
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("case", ["llama-biases", "qwen3", "qwen3-moe", "broad", "deepseek-v3"])

@@ -3,6 +3,7 @@ by DeepSeek's router."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
@@ -124,7 +125,10 @@ def read_minimax_m2(config: ConfigReader) -> ModelSpec:
     )
     if "rotary_dim" in config.values:
         head_dim = config.integer("head_dim", maximum=MOST_HEADS)
-        rotated = config.integer("rotary_dim", maximum=head_dim) / head_dim
+        rotary_dim = config.integer("rotary_dim", maximum=head_dim)
+        rotated = rotary_dim / head_dim
+        if int(head_dim * rotated) < rotary_dim:  # the quotient was rounded down
+            rotated = math.nextafter(rotated, 1.0)
         config = config.with_defaults(partial_rotary_factor=rotated)
     check_supported(config, _OF_MINIMAX_M2)
     if set(kinds := config.integers("attn_type_list")) - {1}:

@@ -918,6 +918,8 @@ def test_router_and_rotation_of_minimax() -> None:
     experts = ExpertsSpec(routing=rule, intermediate_size=1536)
     assert spec.moe == MoeSpec(experts=experts, layers=frozenset(range(62)))
     assert spec.names.left_out == tuple(f"model.layers.{layer}." for layer in (62, 63, 64))
+    partly = parse_spec({**MINIMAX_M2, "head_dim": 176, "rotary_dim": 30})
+    assert partly.rope.dims(176) == 30  # 30 / 176 * 176 is less
     assert 228 < spec.num_parameters / 1e9 < 230 and 9 < spec.num_active_parameters / 1e9 < 10
     assert spec.weights is not None
     layer = "model.layers.5"

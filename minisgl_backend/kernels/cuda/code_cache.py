@@ -46,6 +46,7 @@ def _keep(path: Path, binary: bytes) -> None:
             try:
                 file.write(binary)
                 file.flush()
+                os.fsync(file.fileno())  # before its name: power may be lost in between
                 os.replace(file.name, path)
             except OSError:
                 os.unlink(file.name)

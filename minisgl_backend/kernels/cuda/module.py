@@ -116,14 +116,16 @@ def _compile(text: bytes, name: str, headers: Mapping[str, bytes], options: list
         nvrtc.nvrtcCreateProgram(text, name.encode(), len(names), list(headers.values()), names)
     )
     encoded = [option.encode() for option in options]
-    result = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)[0]
-    if result != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-        log = b" " * checked(nvrtc.nvrtcGetProgramLogSize(program))
-        checked(nvrtc.nvrtcGetProgramLog(program, log))
-        raise ConfigError(f"{name} does not compile: {log.decode(errors='replace').strip()}")
-    binary: bytes = b" " * checked(nvrtc.nvrtcGetCUBINSize(program))
-    checked(nvrtc.nvrtcGetCUBIN(program, binary))
-    checked(nvrtc.nvrtcDestroyProgram(program))
+    try:
+        result = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)[0]
+        if result != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+            log = b" " * checked(nvrtc.nvrtcGetProgramLogSize(program))
+            checked(nvrtc.nvrtcGetProgramLog(program, log))
+            raise ConfigError(f"{name} does not compile: {log.decode(errors='replace').strip()}")
+        binary: bytes = b" " * checked(nvrtc.nvrtcGetCUBINSize(program))
+        checked(nvrtc.nvrtcGetCUBIN(program, binary))
+    finally:
+        checked(nvrtc.nvrtcDestroyProgram(program))
     return binary
 
 

@@ -32,6 +32,15 @@ def test_a_kernel_is_compiled_once(folder: Path) -> None:
     assert folder.stat().st_mode & 0o077 == 0
 
 
+def test_what_is_kept_is_on_the_disk_before_it_has_its_name(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.fstat(file).st_ino))
+    kept("a.cubin", lambda: b"code")
+    assert synced == [(folder / "a.cubin").stat().st_ino]
+
+
 def test_an_empty_file_is_compiled_again(folder: Path) -> None:
     folder.mkdir(parents=True)
     (folder / "a.cubin").touch()

@@ -69,14 +69,15 @@ class DeltaMixer(RecurrentMixer):
         rows, weights = step.recurrent, self._weights
         assert rows is not None
         mixed = torch.empty(inputs.z.shape, dtype=inputs.z.dtype, device=inputs.z.device)
-        slots, positions = rows.decode_slots, step.places.positions
-        if rows.checks is not None:
+        if len(slots := rows.decode_slots):
+            kernel, positions = self._step_kernel, step.places.positions
             given = mixed, inputs, weights, self.states, slots
-            delta_checks(*given, rows.checks, positions, pdl=step.pdl)
-        elif len(slots):
-            kernel = self._step_kernel
-            run = delta_step if kernel is None or not kernel.suits(len(slots)) else kernel
-            run(mixed, inputs, weights, self.states, slots, positions, pdl=step.pdl)
+            if rows.checks is not None:
+                delta_checks(*given, rows.checks, positions, pdl=step.pdl)
+            elif kernel is not None and kernel.suits(len(slots)):
+                kernel(*given, positions, pdl=step.pdl)
+            else:
+                delta_step(*given, positions, pdl=step.pdl)
         if rows.runs is not None:
             delta_runs(mixed, inputs, weights, self.states, rows.runs)
         return mixed.flatten(1)

@@ -8,7 +8,6 @@ the names of the checkpoint and how heads are split over ranks. Must not know wh
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -37,9 +36,6 @@ from minisgl_backend.models.recurrent_spec import MambaSpec
 from minisgl_backend.models.spec import ModelSpec
 from minisgl_backend.models.token_mixing import StepContext
 from minisgl_backend.parallel.group import Group
-
-if TYPE_CHECKING:
-    pass
 
 
 class _NormAcrossRanks:

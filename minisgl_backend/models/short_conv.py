@@ -8,7 +8,6 @@ over ranks. Must not know which slot is whose.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -34,9 +33,6 @@ from minisgl_backend.models.recurrent_spec import ConvSpec
 from minisgl_backend.models.spec import ModelSpec
 from minisgl_backend.models.token_mixing import StepContext
 from minisgl_backend.parallel.group import Group
-
-if TYPE_CHECKING:
-    pass
 
 
 class ShortConv(RecurrentMixer):

@@ -60,7 +60,6 @@ class Alignment:
 
     pairs: Tensor
     experts: Tensor
-    block: int
 
 
 def choose(
@@ -111,7 +110,7 @@ def align(expert_ids: Tensor, num_experts: int, block: int) -> Alignment:
         # few pairs seldom share an expert: each gets a block, and nothing is sorted
         pairs = torch.full((num_pairs, block), num_pairs, dtype=torch.int32, device=flat.device)
         pairs[:, 0] = torch.arange(num_pairs, dtype=torch.int32, device=flat.device)
-        return Alignment(pairs.flatten(), flat.int(), block)
+        return Alignment(pairs.flatten(), flat.int())
     num_blocks = min(num_pairs, -(-num_pairs // block) + num_experts)
     device = flat.device
     flat = torch.where(flat < 0, num_experts, flat)  # after all others, and in no block
@@ -130,4 +129,4 @@ def align(expert_ids: Tensor, num_experts: int, block: int) -> Alignment:
     index = torch.arange(num_blocks, device=device)
     experts = torch.searchsorted(last_block[:-1], index, right=True)
     experts = torch.where(experts < num_experts, experts, -1).int()
-    return Alignment(pairs[:-1], experts, block)
+    return Alignment(pairs[:-1], experts)

@@ -251,6 +251,5 @@ class RoutingKernel:
             held=end - first,
         )
         choices = Choices(ids, weights, elsewhere=end - first < rule.num_experts)
-        return arguments, Routed(
-            choices, Alignment(pairs, experts, block) if block else None, factors
-        )
+        aligned = Alignment(pairs, experts) if block else None
+        return arguments, Routed(choices, aligned, factors)

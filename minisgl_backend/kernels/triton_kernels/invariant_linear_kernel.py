@@ -64,7 +64,6 @@ def launch_invariant_linear(
     block: int,
     stages: int,
     num_warps: int,
-    group: int = 8,
     pdl: bool,
 ) -> None:
     num_rows, size = x.shape
@@ -81,7 +80,7 @@ def launch_invariant_linear(
         ROWS=rows,
         COLUMNS=columns,
         BLOCK=block,
-        GROUP=group,
+        GROUP=8,
         BIAS=bias is not None,
         STAGES=stages,
         PDL=pdl,

@@ -5,6 +5,7 @@ Must not know rows, pages, or which layer it is in.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Protocol
 
@@ -44,7 +45,40 @@ class FeedForward(Protocol):
         """If ``x`` is read only in 8 bits: how many neighbours share a scale."""
 
 
-class GatedMLP(nn.Module):
+class _MLP(nn.Module, ABC):
+    """A block with a projection to an inner width and one back (``FeedForward``)."""
+
+    down_proj: RowLinear
+
+    @abstractmethod
+    def _inner(self, x: Normed, *, pdl: bool, adapted: AdaptedTokens | None) -> Normed:
+        """What ``down_proj`` reads, [num_tokens, this rank's share of intermediate_size]."""
+
+    def forward(
+        self,
+        residual: Tensor,
+        x: Normed,
+        norm: RMSNorm,
+        *,
+        pdl: bool,
+        adapted: AdaptedTokens | None = None,
+    ) -> tuple[Tensor, Normed]:
+        inner = self._inner(x, pdl=pdl, adapted=adapted)
+        return self.down_proj.add_to(residual, inner, norm, pdl=pdl, adapted=adapted)
+
+    def output(self, x: Normed, *, pdl: bool, adapted: AdaptedTokens | None = None) -> Tensor:
+        """What ``forward`` adds, [num_tokens, hidden_size], for layers that change it first."""
+        inner = self._inner(x, pdl=pdl, adapted=adapted)
+        output: Tensor = self.down_proj(inner, pdl=pdl, adapted=adapted)
+        return output
+
+    def part(self, x: Normed, *, pdl: bool, adapted: AdaptedTokens | None = None) -> Tensor:
+        """This rank's part of ``output``, to be summed over the ranks by the caller."""
+        inner = self._inner(x, pdl=pdl, adapted=adapted)
+        return self.down_proj.part(inner, pdl=pdl, adapted=adapted)
+
+
+class GatedMLP(_MLP):
     """The block of Llama and its successors (``FeedForward``): down(silu(gate(x)) * up(x)), or with
     another ``gate`` than silu."""
 
@@ -81,34 +115,14 @@ class GatedMLP(nn.Module):
         self.gate_up_proj.use_tensor_cores(kernels)
         self.down_proj.use_tensor_cores(kernels, adds=adds)
 
-    def forward(
-        self,
-        residual: Tensor,
-        x: Normed,
-        norm: RMSNorm,
-        *,
-        pdl: bool,
-        adapted: AdaptedTokens | None = None,
-    ) -> tuple[Tensor, Normed]:
-        inner = self.gate_up_proj.for_next(x, pdl=pdl, adapted=adapted)
-        return self.down_proj.add_to(residual, inner, norm, pdl=pdl, adapted=adapted)
-
-    def output(self, x: Normed, *, pdl: bool, adapted: AdaptedTokens | None = None) -> Tensor:
-        """What ``forward`` adds, [num_tokens, hidden_size], for layers that change it first."""
-        inner = self.gate_up_proj.for_next(x, pdl=pdl, adapted=adapted)
-        output: Tensor = self.down_proj(inner, pdl=pdl, adapted=adapted)
-        return output
-
-    def part(self, x: Normed, *, pdl: bool, adapted: AdaptedTokens | None = None) -> Tensor:
-        """This rank's part of ``output``, to be summed over the ranks by the caller."""
-        inner = self.gate_up_proj.for_next(x, pdl=pdl, adapted=adapted)
-        return self.down_proj.part(inner, pdl=pdl, adapted=adapted)
-
     def rounding(self, num_tokens: int) -> int | None:
         return self.gate_up_proj.matrix.rounding(num_tokens)
 
+    def _inner(self, x: Normed, *, pdl: bool, adapted: AdaptedTokens | None) -> Normed:
+        return self.gate_up_proj.for_next(x, pdl=pdl, adapted=adapted)
 
-class UngatedMLP(nn.Module):
+
+class UngatedMLP(_MLP):
     """A block without gates (``FeedForward``): down(activation(up(x))), as Nemotron has it with the
     square of ReLU and StarCoder 2 with GELU."""
 
@@ -140,32 +154,10 @@ class UngatedMLP(nn.Module):
             matrices=matrices,
         )
 
-    def forward(
-        self,
-        residual: Tensor,
-        x: Normed,
-        norm: RMSNorm,
-        *,
-        pdl: bool,
-        adapted: AdaptedTokens | None = None,
-    ) -> tuple[Tensor, Normed]:
-        inner = self._inner(x, pdl, adapted)
-        return self.down_proj.add_to(residual, inner, norm, pdl=pdl, adapted=adapted)
-
-    def output(self, x: Normed, *, pdl: bool, adapted: AdaptedTokens | None = None) -> Tensor:
-        """What ``forward`` adds, [num_tokens, hidden_size], for layers that change it first."""
-        output: Tensor = self.down_proj(self._inner(x, pdl, adapted), pdl=pdl, adapted=adapted)
-        return output
-
-    def part(self, x: Normed, *, pdl: bool, adapted: AdaptedTokens | None = None) -> Tensor:
-        """This rank's part of ``output``, to be summed over the ranks by the caller."""
-        return self.down_proj.part(self._inner(x, pdl, adapted), pdl=pdl, adapted=adapted)
-
     def rounding(self, num_tokens: int) -> int | None:
         return self.up_proj.matrix.rounding(num_tokens)
 
-    def _inner(self, x: Normed, pdl: bool, adapted: AdaptedTokens | None) -> Normed:
-        """[num_tokens, this rank's share of intermediate_size]"""
+    def _inner(self, x: Normed, *, pdl: bool, adapted: AdaptedTokens | None) -> Normed:
         ups = self.up_proj(x, pdl=pdl, adapted=adapted)
         if self.act_fn is not None:
             return Normed(xielu(ups, self.act_fn.numbers, pdl=pdl))

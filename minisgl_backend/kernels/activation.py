@@ -6,6 +6,8 @@ the square of ReLU (arXiv 2109.08668) and xIELU (arXiv 2411.13010); the gate of 
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -47,37 +49,22 @@ def open_gates_reference(gate_up: Tensor, gate: Gate) -> Tensor:
     return gate_mul_reference(closed, up, gate)
 
 
-def squared_relu(x: Tensor, *, pdl: bool = False) -> Tensor:
-    """max(x, 0)^2 in float32, rounded once, for a contiguous ``x`` [num_tokens, size]."""
+def activate(x: Tensor, function: Literal["relu2", "gelu"], *, pdl: bool = False) -> Tensor:
+    """The ``function`` in float32, rounded once, for a contiguous ``x`` [num_tokens, size]."""
     if not use_triton(x):
-        return squared_relu_reference(x)
+        return activate_reference(x, function)
     from minisgl_backend.kernels.triton_kernels.layer_kernels import launch_activate
 
     out = torch.empty_like(x)
-    launch_activate(out, x, gelu=False, pdl=pdl)
+    launch_activate(out, x, gelu=function == "gelu", pdl=pdl)
     return out
 
 
-def squared_relu_reference(x: Tensor) -> Tensor:
-    """The twin of ``squared_relu``; float64 stays float64."""
-    return at_least_float32(x).relu().square().to(x.dtype)
-
-
-def gelu(x: Tensor, *, pdl: bool = False) -> Tensor:
-    """GELU, approximated by tanh, in float32, rounded once, for a contiguous ``x`` [num_tokens,
-    size]."""
-    if not use_triton(x):
-        return gelu_reference(x)
-    from minisgl_backend.kernels.triton_kernels.layer_kernels import launch_activate
-
-    out = torch.empty_like(x)
-    launch_activate(out, x, gelu=True, pdl=pdl)
-    return out
-
-
-def gelu_reference(x: Tensor) -> Tensor:
-    """The twin of ``gelu``; float64 stays float64."""
-    return F.gelu(at_least_float32(x), approximate="tanh").to(x.dtype)
+def activate_reference(x: Tensor, function: Literal["relu2", "gelu"]) -> Tensor:
+    """The twin of ``activate``; float64 stays float64."""
+    wide = at_least_float32(x)
+    y = F.gelu(wide, approximate="tanh") if function == "gelu" else wide.relu().square()
+    return y.to(x.dtype)
 
 
 def xielu(x: Tensor, numbers: Tensor, *, pdl: bool = False) -> Tensor:

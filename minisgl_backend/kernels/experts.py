@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minisgl_backend.gates import ClampedGate, Gate
-from minisgl_backend.kernels.activation import open_gates_reference, squared_relu_reference
+from minisgl_backend.kernels.activation import activate_reference, open_gates_reference
 from minisgl_backend.kernels.dispatch import at_least_float32, use_triton
 from minisgl_backend.kernels.packed_weight import (
     CodesKind,
@@ -277,7 +277,7 @@ def _opened(both: Tensor, gate: Gate | ClampedGate | None) -> Tensor:
     """The gated values of ``both`` [count, 2 * inner size], gates first; without a gate the squares
     of ReLU of [count, inner size]."""
     if gate is None:
-        return squared_relu_reference(both)
+        return activate_reference(both, "relu2")
     if not isinstance(gate, ClampedGate):
         return open_gates_reference(both, gate)
     closed, up = at_least_float32(both).chunk(2, dim=-1)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor, nn
 
 from minisgl_backend.gates import Activation, Gate
-from minisgl_backend.kernels.activation import gelu, squared_relu, xielu
+from minisgl_backend.kernels.activation import activate, xielu
 from minisgl_backend.kernels.adapters import AdaptedTokens
 from minisgl_backend.layers.linear import MergedColumnLinear, RowLinear
 from minisgl_backend.layers.norm import Normed, RMSNorm
@@ -140,8 +140,9 @@ class UngatedMLP(_MLP):
         """``name`` is the module's in the checkpoint."""
         super().__init__()
         share = even_share(intermediate_size, group, "intermediate_size")
-        self.act_fn = Xielu() if activation == "xielu" else None
-        self._activate = gelu if activation == "gelu" else squared_relu
+        self._activation = activation
+        if activation == "xielu":
+            self.act_fn = Xielu()
         self.up_proj = MergedColumnLinear(
             name, hidden_size, {"up_proj": share}, bias=bias, matrices=matrices
         )
@@ -159,9 +160,9 @@ class UngatedMLP(_MLP):
 
     def _inner(self, x: Normed, *, pdl: bool, adapted: AdaptedTokens | None) -> Normed:
         ups = self.up_proj(x, pdl=pdl, adapted=adapted)
-        if self.act_fn is not None:
+        if self._activation == "xielu":
             return Normed(xielu(ups, self.act_fn.numbers, pdl=pdl))
-        return Normed(self._activate(ups, pdl=pdl))
+        return Normed(activate(ups, self._activation, pdl=pdl))
 
 
 class Xielu(nn.Module):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -107,10 +107,12 @@ def test_gates(device: torch.device, dtype: torch.dtype, size: int, gate: Gate) 
 
 
 @pytest.mark.parametrize("size", [48, 3072])
-def test_activations(device: torch.device, dtype: torch.dtype, size: int) -> None:
+@pytest.mark.parametrize("function", ["relu2", "gelu"])
+def test_activations(
+    device: torch.device, dtype: torch.dtype, size: int, function: Literal["relu2", "gelu"]
+) -> None:
     x = torch.randn(7, size, device=device).to(dtype)
-    assert_close(activation.squared_relu(x), activation.squared_relu_reference(x))
-    assert_close(activation.gelu(x), activation.gelu_reference(x))
+    assert_close(activation.activate(x, function), activation.activate_reference(x, function))
 
 
 @pytest.mark.parametrize("size", [48, 3072])

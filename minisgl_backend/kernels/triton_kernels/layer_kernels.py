@@ -270,7 +270,8 @@ def _activate(out_ptr, x_ptr, size, GELU: tl.constexpr, BLOCK: tl.constexpr, PDL
 
 
 def launch_activate(out: Tensor, x: Tensor, *, gelu: bool, pdl: bool) -> None:
-    """See ``minisgl_backend.kernels.activation``: ``squared_relu`` or, if ``gelu``, ``gelu``."""
+    """See ``minisgl_backend.kernels.activation``: ``activate`` by GELU or by the square of
+    ReLU."""
     size = x.numel()
     if size == 0:
         return

@@ -366,12 +366,12 @@ def _expected_of_states(
 
 def _expected_of_block(layer: int, spec: ModelSpec) -> dict[str, dict[str, int]]:
     """The same for a layer's feed-forward block."""
-    mlp, moe, expected = f"model.layers.{layer}.mlp", spec.moe, {}
+    mlp, expected = f"model.layers.{layer}.mlp", {}
     up_proj = "up_proj" if spec.gate is None else "gate_proj"
-    has_experts = moe is not None and layer in moe.layers
-    if moe is None or moe.beside or not has_experts:
-        expected[f"{mlp}.{up_proj}"] = {"intermediate_size": spec.intermediate_size}
-    if moe is not None and has_experts:
+    moe = spec.moe if spec.moe is not None and layer in spec.moe.layers else None
+    if moe is None or moe.beside:
+        expected[f"{mlp}.{up_proj}"] = {"intermediate_size": spec.intermediate_size_of(layer)}
+    if moe is not None:
         experts = moe.experts
         within = mlp.removesuffix(".mlp") if moe.beside else mlp
         expected[f"{within}.{experts.router}"] = {"num_experts": experts.num_experts}

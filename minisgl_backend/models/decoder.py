@@ -292,7 +292,8 @@ class Decoder(nn.Module):
             )
             for rotation, in_window, grows in self._places
         ]
-        for_mtp, parts = residual, dict[int, Tensor]()
+        for_mtp: Tensor | None = None
+        parts: dict[int, Tensor] = {}
         if self.mtp is not None and (read_layers := self.mtp.read_layers):
             width = len(read_layers) * spec.hidden_size
             for_mtp = residual.new_empty(len(residual), width)
@@ -306,7 +307,7 @@ class Decoder(nn.Module):
                 residual, x = layer(residual, x, norm, steps[self._places_of[index]])
         if len(layers) in parts:
             self._keep_stream(residual, parts[len(layers)])
-        return LayersOutput(residual, for_mtp if parts else residual)
+        return LayersOutput(residual, residual if for_mtp is None else for_mtp)
 
     def _keep_stream(self, residual: Tensor, out: Tensor) -> None:
         """Copy the residual stream of the publisher's model, which later layers overwrite."""

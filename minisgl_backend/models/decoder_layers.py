@@ -286,10 +286,11 @@ def residual_norm(spec: ModelSpec, scale: float = 1.0, *, offset: float | None =
     )
 
 
-def _plain_mlp(
+def plain_mlp(
     spec: ModelSpec, layer: int, group: Group, matrices: Matrices
 ) -> GatedMLP | UngatedMLP:
-    name, sizes = f"model.layers.{layer}.mlp", (spec.hidden_size, spec.intermediate_size)
+    """A layer's feed-forward block of all tokens."""
+    name, sizes = f"model.layers.{layer}.mlp", (spec.hidden_size, spec.intermediate_size_of(layer))
     if spec.gate is None:
         return UngatedMLP(
             name,
@@ -329,5 +330,5 @@ def _feed_forward(
 ) -> GatedMLP | UngatedMLP | ExpertsMLP:
     moe = spec.moe
     if moe is None or layer not in moe.layers:
-        return _plain_mlp(spec, layer, group, matrices)
+        return plain_mlp(spec, layer, group, matrices)
     return experts(f"model.layers.{layer}.mlp", spec.hidden_size, moe.experts)

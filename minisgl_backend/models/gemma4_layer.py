@@ -16,12 +16,11 @@ from torch import Tensor, nn
 from minisgl_backend.kernels.activation import gate_mul
 from minisgl_backend.layers.embedding import VocabEmbedding
 from minisgl_backend.layers.experts import ExpertsMLP
-from minisgl_backend.layers.feed_forward import GatedMLP
 from minisgl_backend.layers.linear import MergedColumnLinear
 from minisgl_backend.layers.norm import Normed, RMSNorm, add_normed
 from minisgl_backend.layers.quantized_matrix import Matrices
 from minisgl_backend.layers.weight_place import Place, Share, empty_parameter, whole
-from minisgl_backend.models.decoder_layers import MakeExperts
+from minisgl_backend.models.decoder_layers import MakeExperts, plain_mlp
 from minisgl_backend.models.spec import LayerInputs, ModelSpec
 from minisgl_backend.models.token_mixing import SelfAttention, StepContext
 from minisgl_backend.parallel.group import Group
@@ -44,22 +43,13 @@ class Gemma4Layer(nn.Module):
         def norm() -> RMSNorm:
             return RMSNorm(spec.hidden_size, spec.norm_eps)
 
-        assert spec.gate is not None
         name = f"model.layers.{layer}"
         self.layer = layer
         self.input_layernorm = norm()
         self.self_attn = SelfAttention(spec, layer, group, matrices)
         self.post_attention_layernorm = norm()
         self.pre_feedforward_layernorm = norm()
-        self.mlp = GatedMLP(
-            f"{name}.mlp",
-            spec.hidden_size,
-            spec.intermediate_size_of(layer),
-            bias=False,
-            group=group,
-            matrices=matrices,
-            gate=spec.gate,
-        )
+        self.mlp = plain_mlp(spec, layer, group, matrices)
         self.pre_feedforward_layernorm.rounding = self.mlp.rounding
         self.post_feedforward_layernorm = norm()
         self.experts: ExpertsBeside | None = None

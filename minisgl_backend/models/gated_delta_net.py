@@ -9,7 +9,7 @@ checkpoint and how heads are split over ranks. Must not know which slot is whose
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -31,6 +31,7 @@ from minisgl_backend.layers.norm import Normed
 from minisgl_backend.layers.quantized_matrix import Matrices
 from minisgl_backend.layers.weight_place import (
     Place,
+    Share,
     WeightPlace,
     collect_places,
     empty_parameter,
@@ -49,10 +50,16 @@ if TYPE_CHECKING:
 
 
 class DeltaMixer(RecurrentMixer):
-    """A layer with a delta rule, and this rank's heads (``local``)."""
+    """A layer with a delta rule, and this rank's heads (``local``).
+
+    ``in_proj`` gives what has many numbers for each head. The rates are too small to stay
+    quantized: they have a projection of their own if that does, and else are part of its GEMM.
+    """
 
     local: DeltaSpec
     states: DeltaStates
+    in_proj: MergedColumnLinear
+    rates_proj: MergedColumnLinear | None
     _step_kernel: DeltaStepKernel | None = None
 
     def bind(self, states: LayerStates) -> None:
@@ -90,18 +97,40 @@ class DeltaMixer(RecurrentMixer):
     @abstractmethod
     def _weights(self) -> DeltaWeights: ...
 
-    @staticmethod
-    def _completed(x: Normed, *, pdl: bool) -> Normed:
-        """``x`` for two projections: if its norm is not half done, it is computed here, once."""
-        return x if x.squares is not None else Normed(x.normalized(pdl=pdl))
+    def _add_projections(
+        self,
+        name: str,
+        hidden_size: int,
+        inputs: Mapping[str, Share],
+        rates: Mapping[str, Share],
+        matrices: Matrices,
+    ) -> None:
+        """Make the projections of the module ``name`` of the checkpoint."""
+        is_plain = not any(matrices.stays_quantized(f"{name}.{part}") for part in inputs)
+        plain = replace(matrices, keep_quantized=False)
+        make = partial(MergedColumnLinear, name, hidden_size, bias=False, padded=True)
+        self.rates_proj = None
+        if is_plain:
+            self.in_proj = make({**inputs, **rates}, matrices=plain)
+        else:
+            self.in_proj = make(inputs, matrices=matrices)
+            self.rates_proj = make(rates, matrices=plain)
+
+    def _projected(self, x: Normed, width: int, *, pdl: bool) -> tuple[Tensor, Tensor]:
+        """The first ``width`` numbers of a token, and its rates, perhaps with padding behind."""
+        if self.rates_proj is None:
+            projected = self.in_proj(x, pdl=pdl)
+            return projected[:, :width], projected[:, width:]
+        if x.squares is None:  # its norm is not half done
+            x = Normed(x.normalized(pdl=pdl))  # once for both
+        return self.in_proj(x, pdl=pdl)[:, :width], self.rates_proj(x, pdl=pdl)
 
 
 class GatedDeltaNet(DeltaMixer):
     """The layer (``TokenMixer``), with this rank's heads.
 
     Queries and keys have fewer heads than values; consecutive value heads share one. A projection
-    gives queries, keys, values and z, the gate of the output; another one the rates, which is too
-    small to stay quantized. Both are one GEMM, unless the first stays quantized.
+    gives queries, keys, values and z, the gate of the output.
     """
 
     def __init__(self, spec: ModelSpec, layer: int, group: Group, matrices: Matrices):
@@ -117,15 +146,7 @@ class GatedDeltaNet(DeltaMixer):
         inputs = {f"in_proj_{part}": share for part, share in self._shares.items()}
         inputs["in_proj_z"] = values
         rates = {"in_proj_b": heads, "in_proj_a": heads}
-        is_plain = not any(matrices.stays_quantized(f"{name}.{part}") for part in inputs)
-        plain = replace(matrices, keep_quantized=False)
-        make = partial(MergedColumnLinear, name, spec.hidden_size, bias=False, padded=True)
-        self.rates_proj: MergedColumnLinear | None = None
-        if is_plain:
-            self.in_proj = make(inputs | rates, matrices=plain)
-        else:
-            self.in_proj = make(inputs, matrices=matrices)
-            self.rates_proj = make(rates, matrices=plain)
+        self._add_projections(name, spec.hidden_size, inputs, rates, matrices)
         self.out_proj = RowLinear(
             f"{name}.out_proj",
             values.total,
@@ -153,15 +174,10 @@ class GatedDeltaNet(DeltaMixer):
     def _inputs(self, x: Normed, pdl: bool) -> DeltaInputs:
         shape = self.local
         channels, num_z = shape.num_channels, shape.value_size
-        if self.rates_proj is None:
-            projected = self.in_proj(x, pdl=pdl)
-            rates = projected[:, channels + num_z :]
-        else:
-            x = self._completed(x, pdl=pdl)
-            projected, rates = self.in_proj(x, pdl=pdl), self.rates_proj(x, pdl=pdl)
-        qkv, z = projected[:, :channels], projected[:, channels : channels + num_z]
+        projected, rates = self._projected(x, channels + num_z, pdl=pdl)
+        qkv, z = projected[:, :channels], projected[:, channels:]
         b, a = rates[:, : 2 * shape.num_heads].chunk(2, dim=1)
-        return DeltaInputs(qkv, z.unflatten(1, (shape.num_heads, shape.value_dim)), a, b)
+        return DeltaInputs(qkv, z.view(-1, shape.num_heads, shape.value_dim), a, b)
 
     @property
     def _weights(self) -> DeltaWeights:

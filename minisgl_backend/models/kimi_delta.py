@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 
 from torch import Tensor
 
@@ -37,8 +36,7 @@ class KimiDeltaAttention(DeltaMixer):
 
     One projection gives queries, keys and values, another one the rates and two narrow vectors,
     which every rank computes in full: of the first are made the decays (``f_b_proj``), of the
-    second the gates of the output (``g_b_proj``). Both are one GEMM, unless the first stays
-    quantized; all others are too small for that.
+    second the gates of the output (``g_b_proj``). Only the first may stay quantized.
     """
 
     def __init__(self, spec: ModelSpec, layer: int, group: Group, matrices: Matrices):
@@ -55,18 +53,12 @@ class KimiDeltaAttention(DeltaMixer):
         inputs = {f"{part}_proj": sizes for part in "qkv"}
         narrow = Share(dim, 0, dim)
         rates = {"f_a_proj": narrow, "g_a_proj": narrow, "b_proj": heads}
-        is_plain = not any(matrices.stays_quantized(f"{name}.{part}") for part in inputs)
+        self._add_projections(name, spec.hidden_size, inputs, rates, matrices)
         plain = replace(matrices, keep_quantized=False)
-        make = partial(MergedColumnLinear, name, bias=False)
-        of_hidden = partial(make, spec.hidden_size, padded=True)
-        self.rates_proj: MergedColumnLinear | None = None
-        if is_plain:
-            self.in_proj = of_hidden(inputs | rates, matrices=plain)
-        else:
-            self.in_proj = of_hidden(inputs, matrices=matrices)
-            self.rates_proj = of_hidden(rates, matrices=plain)
-        self.f_b_proj = make(dim, {"f_b_proj": sizes}, matrices=plain)
-        self.g_b_proj = make(dim, {"g_b_proj": sizes}, matrices=plain)
+        self.f_b_proj, self.g_b_proj = (
+            MergedColumnLinear(name, dim, {part: sizes}, bias=False, matrices=plain)
+            for part in ("f_b_proj", "g_b_proj")
+        )
         self.out_proj = RowLinear(
             f"{name}.o_proj",
             sizes.total,
@@ -82,20 +74,14 @@ class KimiDeltaAttention(DeltaMixer):
         self.eps = spec.norm_eps
 
     def _inputs(self, x: Normed, pdl: bool) -> DeltaInputs:
-        shape, channels = self.local, self.local.num_channels
-        if self.rates_proj is None:
-            projected = self.in_proj(x, pdl=pdl)
-            rates = projected[:, channels:]
-        else:
-            x = self._completed(x, pdl=pdl)
-            projected, rates = self.in_proj(x, pdl=pdl), self.rates_proj(x, pdl=pdl)
-        heads, dim = shape.num_heads, shape.key_dim
+        heads, dim = self.local.num_heads, self.local.key_dim
+        qkv, rates = self._projected(x, self.local.num_channels, pdl=pdl)
         of_decays, of_gates = (Normed(rates[:, at : at + dim].contiguous()) for at in (0, dim))
         b = rates[:, 2 * dim : 2 * dim + heads]
         a: Tensor = self.f_b_proj(of_decays, pdl=pdl)
         z: Tensor = self.g_b_proj(of_gates, pdl=pdl)
         by_head = len(b), heads, dim
-        return DeltaInputs(projected[:, :channels], z.view(by_head), a.view(by_head), b)
+        return DeltaInputs(qkv, z.view(by_head), a.view(by_head), b)
 
     @property
     def _weights(self) -> DeltaWeights:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from minisgl_backend.kernels.dispatch import use_triton
 from minisgl_backend.kernels.linear_cut import CODES_BLOCK, Numbers
-from minisgl_backend.kernels.quantized import QuantizedWeight, dequantize, factors_of, joined
+from minisgl_backend.kernels.quantized import KINDS, QuantizedWeight, dequantize, factors_of, joined
 from minisgl_backend.weight_format import GROUP_OF_MX, GROUP_OF_NVFP4, Encoding
 
 _GROUPS: Final = (128, 64, 32)
@@ -42,9 +42,6 @@ become ``_FLOAT8_SCALES``. A scale of 0 would need codes of its own: codes are 0
 
 _OF_ROW_SCALES: Final = 2.0**52
 """The factor by which sums are too small with such scales, as ``cuda/codes.cuh`` has them."""
-
-_CODES: Final = {Encoding.E4M3: 1, Encoding.INT8: 2, Encoding.INT4: 3, Encoding.E2M1: 4}
-"""``CODE`` of ``cuda/codes.cuh``."""
 
 _UNIT: Final = 64
 """Rows per warpgroup."""
@@ -133,7 +130,7 @@ def code_macros(kind: CodesKind | None) -> dict[str, int]:
     if kind is None:
         return {"CODE": 0, "GROUP": 0, "SHARED_BY": 1, "ZEROS": 0}
     return {
-        "CODE": _CODES[kind.encoding],
+        "CODE": KINDS[kind.encoding],
         "GROUP": kind.group,
         "SHARED_BY": kind.shared_by,
         "ZEROS": kind.zeros,

@@ -29,6 +29,9 @@ _NUMBERS_ON_GPU: Final = 2**22
 """How many numbers of a weight are taken at a time, which bounds the memory of float32 copies. A
 CPU is several times faster if these stay in its caches."""
 
+KINDS: Final = {Encoding.E4M3: 1, Encoding.INT8: 2, Encoding.INT4: 3, Encoding.E2M1: 4}
+"""What kernels call encodings: KIND in Triton, CODE of ``cuda/codes.cuh``."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantizedWeight:

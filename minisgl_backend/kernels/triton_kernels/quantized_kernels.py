@@ -9,11 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minisgl_backend.kernels.quantized import QuantizedWeight
-from minisgl_backend.weight_format import Encoding
-
-_KINDS = {Encoding.E4M3: 1, Encoding.INT8: 2, Encoding.INT4: 3, Encoding.E2M1: 4}
-"""``KIND`` below."""
+from minisgl_backend.kernels.quantized import KINDS, QuantizedWeight
 
 
 @triton.jit
@@ -251,7 +247,7 @@ def launch_dequantize(out: Tensor, weight: QuantizedWeight, *, packed: bool) -> 
         weight.codes.shape[1],
         weight.scales.shape[1],
         *weight.block,
-        KIND=_KINDS[weight.encoding],
+        KIND=KINDS[weight.encoding],
         PERMUTED=packed,
         ZEROS=weight.zeros is not None,
         GROUPS=weight.groups is not None,
@@ -283,7 +279,7 @@ def launch_quantized_linear(
         weight.codes.shape[1],
         weight.scales.shape[1],
         *weight.block,
-        KIND=_KINDS[weight.encoding],
+        KIND=KINDS[weight.encoding],
         ZEROS=weight.zeros is not None,
         GROUPS=weight.groups is not None,
         OF_ROWS=weight.row_scales is not None,

@@ -11,6 +11,7 @@ from minisgl_backend.models.common_fields import common_fields
 from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.families.fields import (
     ATTENTION_KINDS,
+    HYBRID_KINDS,
     attention_biases,
     read_routing,
     windows_by_kind,
@@ -32,7 +33,6 @@ _OF_DENSE: Final = (
     (".shared_mlp.output_linear.", ".mlp.down_proj."),
 )
 """Names in checkpoints without experts."""
-_HYBRID_KINDS: Final = ("linear_attention", "full_attention")
 
 
 def read_granite(config: ConfigReader) -> ModelSpec:
@@ -111,8 +111,8 @@ def _hybrid_kinds(config: ConfigReader, num_layers: int) -> list[str]:
     kinds = ["linear_attention"] * num_layers
     if given is not None:
         kinds = read_kinds(given) if isinstance(given, list) else []
-    if len(kinds) != num_layers or any(kind not in _HYBRID_KINDS for kind in kinds):
-        raise config.error("layer_types", f"{num_layers} of {', '.join(_HYBRID_KINDS)}", given)
+    if len(kinds) != num_layers or any(kind not in HYBRID_KINDS for kind in kinds):
+        raise config.error("layer_types", f"{num_layers} of {', '.join(HYBRID_KINDS)}", given)
     return kinds
 
 

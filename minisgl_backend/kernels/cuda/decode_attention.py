@@ -330,7 +330,7 @@ class DecodeAttentionKernel:
             q_stride=q.stride(0),
             table_stride=page_table.stride(0),
             window=window or 0,
-            scale_log2=scale * 1.4426950408889634,  # exp2 instead of exp
+            scale_log2=scale * math.log2(math.e),  # exp2 instead of exp
         )
         grid = kernels.num_blocks, 1, 1
         kernels.attend.launch(grid, 32 * kernels.num_warps, arguments, pdl=pdl)

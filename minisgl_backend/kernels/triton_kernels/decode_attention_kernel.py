@@ -6,6 +6,7 @@ from torch import Tensor
 
 from minisgl_backend.kernels.paged_kv import PagedKV
 from minisgl_backend.kernels.triton_kernels.page_tiles import (
+    LOG2E,
     Pages,
     Partials,
     attend,
@@ -17,8 +18,6 @@ from minisgl_backend.kernels.triton_kernels.page_tiles import (
     slots_of,
 )
 from minisgl_backend.kernels.triton_kernels.pdl import allow_next, launch_options, wait_previous
-
-_LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit(
@@ -112,7 +111,7 @@ def _decode_attention(
         )
     lse = best + tl.log2(total)
     if SINKS:
-        sinks = tl.load(sinks_ptr + heads, mask=in_group, other=0.0).to(tl.float32) * _LOG2E
+        sinks = tl.load(sinks_ptr + heads, mask=in_group, other=0.0).to(tl.float32) * LOG2E
         if active == 1:
             total += tl.exp2(sinks - best)
     acc = acc / total[:, None]
@@ -213,8 +212,8 @@ def launch_decode_attention(
         Partials.of(partial),
         q.stride(0),
         page_table.stride(0),
-        scale * _LOG2E.value,  # exp2 instead of exp
-        cap * _LOG2E.value,
+        scale * LOG2E.value,  # exp2 instead of exp
+        cap * LOG2E.value,
         **shape,
         BLOCK_GROUP=max(16, triton.next_power_of_2(shape["GROUP"])),
         DIMS=dims_of(head_dim),

@@ -5,6 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minisgl_backend.gates import ClampedGate, Gate
+from minisgl_backend.kernels.triton_kernels.layer_kernels import opened
 
 
 @triton.jit
@@ -63,12 +64,8 @@ def _grouped_linear(
             acc_up += b_up.to(tl.float32)[None, :]
     y = acc
     if GATED:
-        if GELU:
-            # (1 + tanh z) / 2 is sigmoid 2z
-            z = 0.7978845608028654 * (acc + 0.044715 * acc * acc * acc)
-            y = acc * tl.sigmoid(2 * z) * acc_up
-        elif LIMIT is None:
-            y = acc * tl.sigmoid(acc) * acc_up
+        if LIMIT is None:
+            y = opened(acc, acc_up, GELU)
         else:
             acc = tl.minimum(acc, LIMIT)
             acc_up = tl.minimum(tl.maximum(acc_up, -LIMIT), LIMIT)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from minisgl_backend.kernels.paged_kv import PagedKV
 from minisgl_backend.kernels.triton_kernels.page_tiles import (
+    LOG2E,
     Pages,
     Partials,
     load_slots,
@@ -270,7 +271,7 @@ def launch_invariant_attention(
         len(rows),
         q.stride(0),
         page_table.stride(0),
-        scale * 1.4426950408889634,  # exp2 instead of exp
+        scale * LOG2E.value,  # exp2 instead of exp
         **shape,
         BLOCK_GROUP=block_group,
         TILE=tile,

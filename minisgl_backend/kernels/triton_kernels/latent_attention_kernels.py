@@ -12,6 +12,7 @@ from torch import Tensor
 from minisgl_backend.kernels.dispatch import shared_bytes
 from minisgl_backend.kernels.paged_kv import PagedKV
 from minisgl_backend.kernels.triton_kernels.page_tiles import (
+    LOG2E,
     Pages,
     dims_of,
     load_slots,
@@ -21,7 +22,6 @@ from minisgl_backend.kernels.triton_kernels.page_tiles import (
 from minisgl_backend.kernels.triton_kernels.pdl import allow_next, launch_options, wait_previous
 from minisgl_backend.kernels.triton_kernels.prefill_attention_kernel import find_chunk
 
-_LOG2E = tl.constexpr(1.4426950408889634)
 _MERGED_COLUMNS = 128  # of a program that merges splits
 _LARGE_SHARED_BYTES = 200 * 1024  # of Hopper and Blackwell for data centers
 
@@ -323,7 +323,7 @@ def launch_latent_decode(
         *partial,
         q.stride(0),
         page_table.stride(0),
-        scale * _LOG2E.value,  # exp2 instead of exp
+        scale * LOG2E.value,  # exp2 instead of exp
         **shape,
         BLOCK_HEADS=block_heads,
         BLOCK=block,
@@ -379,7 +379,7 @@ def launch_latent_prefill(
         len(rows),
         q.stride(0),
         page_table.stride(0),
-        scale * _LOG2E.value,  # exp2 instead of exp
+        scale * LOG2E.value,  # exp2 instead of exp
         **_shape_of(q, kv),
         PAIRS=pairs,
         BLOCK=32 if has_room else 16,

@@ -12,6 +12,9 @@ from torch import Tensor
 
 from minisgl_backend.kernels.paged_kv import PagedKV
 
+LOG2E = tl.constexpr(1.4426950408889634)
+"""By what scores are multiplied for exp2, which kernels take instead of exp."""
+
 
 class Pages(NamedTuple):
     """Keys and values of a layer, as kernels take them. The strides from one page, slot or head to

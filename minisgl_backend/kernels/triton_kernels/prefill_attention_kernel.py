@@ -9,6 +9,7 @@ from torch import Tensor
 
 from minisgl_backend.kernels.paged_kv import PagedKV
 from minisgl_backend.kernels.triton_kernels.page_tiles import (
+    LOG2E,
     Pages,
     attend,
     capped,
@@ -19,7 +20,6 @@ from minisgl_backend.kernels.triton_kernels.page_tiles import (
     slots_of,
 )
 
-_LOG2E = tl.constexpr(1.4426950408889634)
 _CHUNKS = tl.constexpr(128)  # of an iteration of the search for a program's chunk
 
 
@@ -135,7 +135,7 @@ def _prefill_attention(
             (best, total, acc), scores, v_head_ptr, slots, held, q.dtype, HEAD_DIM, HIDES=True
         )
     if SINKS:
-        sinks = tl.load(sinks_ptr + head, mask=inside, other=0.0).to(tl.float32) * _LOG2E
+        sinks = tl.load(sinks_ptr + head, mask=inside, other=0.0).to(tl.float32) * LOG2E
         total += tl.exp2(sinks - best)
     acc = acc / tl.where(total == 0, 1.0, total)[:, None]  # 0 in padding after a window
     if FP8:
@@ -181,8 +181,8 @@ def launch_prefill_attention(
         len(rows),
         q.stride(0),
         page_table.stride(0),
-        scale * _LOG2E.value,  # exp2 instead of exp
-        cap * _LOG2E.value,
+        scale * LOG2E.value,  # exp2 instead of exp
+        cap * LOG2E.value,
         **shape,
         BLOCK_GROUP=block_group,
         DIMS=dims_of(head_dim),

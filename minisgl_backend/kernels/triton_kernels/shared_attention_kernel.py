@@ -11,6 +11,7 @@ from torch import Tensor
 
 from minisgl_backend.kernels.paged_kv import PagedKV
 from minisgl_backend.kernels.triton_kernels.page_tiles import (
+    LOG2E,
     Pages,
     attend,
     scores_of,
@@ -161,7 +162,7 @@ def launch_shared_attention(
         kv.k_scale,
         q.stride(0),
         page_table.stride(0),
-        scale * 1.4426950408889634,  # exp2 instead of exp
+        scale * LOG2E.value,  # exp2 instead of exp
         MEMBERS_AT=members_at,
         PIECES_AT=pieces_at,
         PIECE_WORDS=piece_words,

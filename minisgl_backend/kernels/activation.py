@@ -95,8 +95,9 @@ def xielu_reference(x: Tensor, numbers: Tensor) -> Tensor:
 def gate_output(x: Tensor, gate: Tensor, function: OutputGate, *, pdl: bool = False) -> Tensor:
     """x * ``function``(gate) in float32, rounded once.
 
-    ``x`` [num_tokens, num_heads, head_dim] is contiguous. ``gate`` has that shape, and its tokens
-    and heads may be strided. Returns [num_tokens, num_heads * head_dim].
+    ``x`` [num_tokens, num_heads, head_dim] is contiguous. ``gate`` has that shape; its tokens and
+    heads may be strided, and the elements of a head may be one. Returns [num_tokens, num_heads *
+    head_dim].
     """
     if not use_triton(x):
         return gate_output_reference(x, gate, function)

@@ -274,8 +274,7 @@ class SelfAttention(nn.Module):
         if self.gates_apart:
             qkv, gates = qkv.tensor_split([qkv.shape[1] - self.num_heads * self._gate_dim], dim=1)
             gate = gates.view(len(qkv), self.num_heads, self._gate_dim)
-            if self._gate_dim == 1:  # ``gate_output`` takes one for each element
-                gate = gate.repeat(1, 1, self.head_dim)
+            gate = gate.expand(-1, -1, self.head_dim)  # some models have one for a whole head
         elif self.is_gated:
             gate = gates_of(qkv, self.num_heads, self.head_dim)
         if isinstance(norm, TokenNorm):

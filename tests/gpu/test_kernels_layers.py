@@ -151,8 +151,9 @@ def test_gates_of_attention(
     gates = rope_store.gates_of(qkv, num_heads, head_dim)
     if apart:
         gates = qkv[:, -num_heads * head_dim :].view(5, num_heads, head_dim)
-    expected = activation.gate_output_reference(x, gates, function)
-    assert_close(activation.gate_output(x, gates, function), expected)
+    for given in (gates, gates[:, :, :1].expand_as(gates)):
+        expected = activation.gate_output_reference(x, given, function)
+        assert_close(activation.gate_output(x, given, function), expected)
 
 
 @pytest.mark.parametrize(

@@ -350,6 +350,7 @@ def _gate_output(
     gate_ptr,
     token_stride,
     head_stride,
+    GATE_STRIDE: tl.constexpr,  # 0: one gate for a head
     SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     SOFTPLUS: tl.constexpr,
@@ -363,8 +364,8 @@ def _gate_output(
         allow_next()
         wait_previous()
     x = tl.load(x_ptr + token * SIZE + i, mask=mask, other=0.0).to(tl.float32)
-    at = gate_ptr + token * token_stride + i // HEAD_DIM * head_stride + i % HEAD_DIM
-    gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    at = gate_ptr + token * token_stride + i // HEAD_DIM * head_stride
+    gate = tl.load(at + i % HEAD_DIM * GATE_STRIDE, mask=mask, other=0.0).to(tl.float32)
     y = x * (_softplus(gate) if SOFTPLUS else tl.sigmoid(gate))
     tl.store(out_ptr + token * SIZE + i, y.to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -374,7 +375,7 @@ def launch_gate_output(out: Tensor, x: Tensor, gate: Tensor, *, softplus: bool, 
     num_tokens, size = out.shape
     if num_tokens == 0:
         return
-    assert x.is_contiguous() and gate.stride(2) == 1
+    assert x.is_contiguous() and gate.stride(2) in (0, 1)
     block = 1024
     _gate_output[(num_tokens, triton.cdiv(size, block))](
         out,
@@ -382,6 +383,7 @@ def launch_gate_output(out: Tensor, x: Tensor, gate: Tensor, *, softplus: bool, 
         gate,
         gate.stride(0),
         gate.stride(1),
+        GATE_STRIDE=gate.stride(2),
         SIZE=size,
         HEAD_DIM=x.shape[2],
         SOFTPLUS=softplus,

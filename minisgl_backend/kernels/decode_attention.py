@@ -56,30 +56,28 @@ def decode_attention(
     lengths: Tensor,
     workspace: DecodeWorkspace,
     *,
-    rows: Tensor | None = None,
-    scale: float | None = None,
+    rows: Tensor,
+    scale: float,
     cap: float = 0.0,
     window: int | None = None,
-    out: Tensor | None = None,
+    out: Tensor,
     pdl: bool = False,
-) -> Tensor:
+) -> None:
     """softmax(q k^T * scale) v for one query per row.
 
     ``q`` [batch_size, num_heads, head_dim], rows may be strided, with num_heads a multiple of the
     pages' num_kv_heads; ``page_table`` int32 [num_rows, max_pages]; ``lengths`` int32 [batch_size],
     at least 1, since the new token's position is included; ``rows`` int [batch_size]: each query's
-    row of the page table, by default its own index. Unless ``cap`` c is 0, it bounds scores s as c
-    tanh(s / c). With ``window`` only the last ``window`` positions are attended to.
-    Returns [batch_size, num_heads, head_dim] in the dtype of ``q``, in ``out`` if that is given.
+    row of the page table. Unless ``cap`` c is 0, it bounds scores s as c tanh(s / c). With
+    ``window`` only the last ``window`` positions are attended to. ``out`` [batch_size, num_heads,
+    head_dim], in the dtype of ``q``, gets the result.
     """
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    if out is None:
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if not use_triton(q):
         attended = decode_attention_reference(
             q, kv, page_table, lengths, rows=rows, scale=scale, cap=cap, window=window
         )
-        return out.copy_(attended)
+        out.copy_(attended)
+        return
     from minisgl_backend.kernels.triton_kernels.decode_attention_kernel import (
         launch_decode_attention,
     )
@@ -103,7 +101,6 @@ def decode_attention(
         ),
         pdl=pdl,
     )
-    return out
 
 
 def decode_attention_reference(
@@ -112,14 +109,13 @@ def decode_attention_reference(
     page_table: Tensor,
     lengths: Tensor,
     *,
-    rows: Tensor | None = None,
-    scale: float | None = None,
+    rows: Tensor,
+    scale: float,
     cap: float = 0.0,
     window: int | None = None,
 ) -> Tensor:
     """The twin of ``decode_attention``: one gather of all positions and a dense softmax."""
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    table = (page_table if rows is None else page_table[rows.long()]).long()
+    table = page_table[rows.long()].long()
     longest = table.shape[1] * kv.keys.shape[1]
     # [batch_size, longest, num_kv_heads, head_dim]
     k, v = (at_least_float32(_pages(of, table).flatten(1, 2)) for of in (kv.keys, kv.values))

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from typing import Final
 
-import torch
 from torch import Tensor
 
 from minisgl_backend.kernels.decode_attention import (
@@ -47,12 +46,10 @@ def invariant_prefill_attention(
     split: int,
     scale: float,
     window: int | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
+    out: Tensor,
+) -> None:
     """``kernels.prefill_attention.prefill_attention``, with the same bits that
     ``invariant_decode_attention`` gives each position. A split has ``split`` positions."""
-    if out is None:
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if not use_triton(q):
         prefill_attention_reference(
             out,
@@ -65,7 +62,7 @@ def invariant_prefill_attention(
             scale=scale,
             window=window,
         )
-        return out
+        return
     from minisgl_backend.kernels.triton_kernels.invariant_attention_kernel import (
         launch_invariant_attention,
     )
@@ -93,7 +90,6 @@ def invariant_prefill_attention(
         num_warps=4 if is_fp8 else 8,
         pdl=False,
     )
-    return out
 
 
 def invariant_decode_attention(
@@ -107,18 +103,17 @@ def invariant_decode_attention(
     split: int,
     scale: float,
     window: int | None = None,
-    out: Tensor | None = None,
+    out: Tensor,
     pdl: bool = False,
-) -> Tensor:
+) -> None:
     """``kernels.decode_attention.decode_attention`` for rows of at most ``MAX_SPLITS`` splits, with
     bits that depend only on the row. A split has ``split`` positions."""
-    if out is None:
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if not use_triton(q):
         attended = decode_attention_reference(
             q, kv, page_table, lengths, rows=rows, scale=scale, window=window
         )
-        return out.copy_(attended)
+        out.copy_(attended)
+        return
     from minisgl_backend.kernels.triton_kernels.invariant_attention_kernel import (
         launch_invariant_attention,
     )
@@ -142,7 +137,6 @@ def invariant_decode_attention(
         num_warps=4,
         pdl=pdl,
     )
-    return out
 
 
 def _num_programs(tiles: int, processors: int) -> int:

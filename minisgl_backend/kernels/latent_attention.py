@@ -70,24 +70,21 @@ def latent_decode_attention(
     lengths: Tensor,
     workspace: LatentWorkspace,
     *,
+    rows: Tensor,
     scale: float,
-    rows: Tensor | None = None,
-    out: Tensor | None = None,
+    out: Tensor,
     pdl: bool = False,
-) -> Tensor:
+) -> None:
     """softmax(q k^T * scale) v for one query per row.
 
     ``q`` [batch_size, num_heads, latent_dim + rope_dim], rows may be strided; ``page_table`` int32
     [num_rows, max_pages]; ``lengths`` int32 [batch_size], at least 1, since the new token's
-    position is included; ``rows`` int [batch_size]: each query's row of the page table, by default
-    its own index. Returns [batch_size, num_heads, latent_dim] in the dtype of ``q``, in ``out`` if
-    that is given.
+    position is included; ``rows`` int [batch_size]: each query's row of the page table. ``out``
+    [batch_size, num_heads, latent_dim], in the dtype of ``q``, gets the result.
     """
-    out = _empty_out(q, kv) if out is None else out
     if not use_triton(q):
-        return out.copy_(
-            decode_attention_reference(q, kv, page_table, lengths, rows=rows, scale=scale)
-        )
+        out.copy_(decode_attention_reference(q, kv, page_table, lengths, rows=rows, scale=scale))
+        return
     from minisgl_backend.kernels.triton_kernels.latent_attention_kernels import launch_latent_decode
 
     num_heads = q.shape[1]
@@ -104,7 +101,6 @@ def latent_decode_attention(
         splits=num_splits(len(q), num_heads, num_processors(q.device)),
         pdl=pdl,
     )
-    return out
 
 
 def latent_prefill_attention(
@@ -116,20 +112,19 @@ def latent_prefill_attention(
     offsets: Tensor,
     ends: Tensor,
     scale: float,
-    out: Tensor | None = None,
-) -> Tensor:
+    out: Tensor,
+) -> None:
     """Causal attention of chunks, each of which is the last positions before its end.
 
     ``q`` [num_tokens, num_heads, latent_dim + rope_dim]; ``page_table``, ``rows``, ``offsets`` and
-    ``ends`` as for ``prefill_attention.prefill_attention``. Returns [num_tokens, num_heads,
-    latent_dim], in ``out`` if that is given; tokens that belong to no chunk are left alone.
+    ``ends`` as for ``prefill_attention.prefill_attention``. ``out`` [num_tokens, num_heads,
+    latent_dim] gets the result; tokens that belong to no chunk are left alone.
     """
-    out = _empty_out(q, kv) if out is None else out
     if not use_triton(q):
         prefill_attention_reference(
             out, q, kv, page_table, rows=rows, offsets=offsets, ends=ends, scale=scale
         )
-        return out
+        return
     from minisgl_backend.kernels.triton_kernels.latent_attention_kernels import (
         launch_latent_prefill,
     )
@@ -137,8 +132,3 @@ def latent_prefill_attention(
     launch_latent_prefill(
         out, q, kv, page_table, rows=rows, offsets=offsets, ends=ends, scale=scale
     )
-    return out
-
-
-def _empty_out(q: Tensor, kv: PagedKV) -> Tensor:
-    return q.new_empty(*q.shape[:2], kv.values.shape[-1])

@@ -29,8 +29,8 @@ def prefill_attention(
     scale: float,
     cap: float = 0.0,
     window: int | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
+    out: Tensor,
+) -> None:
     """Causal attention of chunks, each of which is the last positions before its end.
 
     ``q`` [num_tokens, num_heads, head_dim], tokens may be strided. Chunks come one after another;
@@ -39,11 +39,9 @@ def prefill_attention(
     the tokens; ``ends`` [num_chunks], the row's positions up to and including the chunk's last. A
     chunk may be empty. ``max_length`` is the most tokens of a chunk. The scores s = q k^T *
     ``scale`` are bounded as c tanh(s / c), with c the ``cap``, unless that is 0. With ``window`` a
-    query attends to that number of positions, its own included. Returns [num_tokens, num_heads,
-    head_dim], in ``out`` if that is given.
+    query attends to that number of positions, its own included. ``out`` [num_tokens, num_heads,
+    head_dim] gets the result.
     """
-    if out is None:
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if not use_triton(q):
         prefill_attention_reference(
             out,
@@ -57,7 +55,7 @@ def prefill_attention(
             cap=cap,
             window=window,
         )
-        return out
+        return
     from minisgl_backend.kernels.triton_kernels.prefill_attention_kernel import (
         launch_prefill_attention,
     )
@@ -75,7 +73,6 @@ def prefill_attention(
         cap=cap,
         window=window,
     )
-    return out
 
 
 def prefill_attention_reference(

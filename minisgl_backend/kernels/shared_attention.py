@@ -264,7 +264,7 @@ class SharedAttention:
         page_table: Tensor,
         lengths: Tensor,
         *,
-        rows: Tensor | None,
+        rows: Tensor,
         scale: float,
         window: int | None,
         pdl: bool,

@@ -15,6 +15,11 @@ from minisgl_backend.kernels.paged_kv import PagedKV
 from tests.gpu.compare import assert_close
 
 
+def each_row(q: Tensor) -> Tensor:
+    """The rows of a page table that has one for each query, in order."""
+    return torch.arange(len(q), dtype=torch.int32, device=q.device)
+
+
 def paged_cache(
     lengths: list[int],
     *,
@@ -74,11 +79,11 @@ def test_decode_attention(
     q = torch.randn(len(lengths), num_heads, head_dim, device=device).to(dtype)
     workspace = decode_attention.DecodeWorkspace(8, num_heads, head_dim, device)
     on_device = torch.tensor(lengths, dtype=torch.int32, device=device)
-    expected = decode_attention.decode_attention_reference(q, kv, table, on_device, window=window)
+    how: dict[str, Any] = {"rows": each_row(q), "scale": head_dim**-0.5, "window": window}
+    expected = decode_attention.decode_attention_reference(q, kv, table, on_device, **how)
     for _ in range(2):  # the second launch finds the counters as the first one left them
-        actual = decode_attention.decode_attention(
-            q, kv, table, on_device, workspace, window=window
-        )
+        actual = torch.empty_like(q)
+        decode_attention.decode_attention(q, kv, table, on_device, workspace, out=actual, **how)
         assert_close(actual, expected)
     assert not workspace.counters.any()
 
@@ -94,9 +99,11 @@ def test_decode_attention_of_permuted_rows_and_strided_q(
     workspace = decode_attention.DecodeWorkspace(2, 4, 64, device)
     rows = torch.tensor([2, 1], dtype=torch.int32, device=device)
     lengths = torch.tensor([70, 150], dtype=torch.int32, device=device)
-    actual = decode_attention.decode_attention(q, kv, table, lengths, workspace, rows=rows)
-    expected = decode_attention.decode_attention_reference(q, kv, table, lengths, rows=rows)
-    assert_close(actual.contiguous(), expected)
+    how: dict[str, Any] = {"rows": rows, "scale": 64**-0.5}
+    actual = torch.empty(q.shape, dtype=dtype, device=device)
+    decode_attention.decode_attention(q, kv, table, lengths, workspace, out=actual, **how)
+    expected = decode_attention.decode_attention_reference(q, kv, table, lengths, **how)
+    assert_close(actual, expected)
 
 
 def test_decode_attention_of_fp8(device: torch.device, dtype: torch.dtype) -> None:
@@ -111,8 +118,10 @@ def test_decode_attention_of_fp8(device: torch.device, dtype: torch.dtype) -> No
     q = torch.randn(2, 4, 128, device=device).to(dtype)
     workspace = decode_attention.DecodeWorkspace(2, 4, 128, device)
     lengths = torch.tensor([130, 7], dtype=torch.int32, device=device)
-    actual = decode_attention.decode_attention(q, kv, table, lengths, workspace)
-    expected = decode_attention.decode_attention_reference(q, kv, table, lengths)
+    how: dict[str, Any] = {"rows": each_row(q), "scale": 128**-0.5}
+    actual = torch.empty_like(q)
+    decode_attention.decode_attention(q, kv, table, lengths, workspace, out=actual, **how)
+    expected = decode_attention.decode_attention_reference(q, kv, table, lengths, **how)
     # fp8 is multiplied in float16, whatever the dtype of q
     assert_close(actual, expected, tolerance=8e-3)
 

@@ -117,7 +117,8 @@ class Decoding:
     def attend(self, runs: Tensor | None = None, *, pdl: bool = False) -> Tensor:
         if runs is None:
             runs = self.plan()
-        return self.kernel(
+        out = torch.empty_like(self.q)
+        self.kernel(
             self.q,
             self.kv,
             self.table,
@@ -126,8 +127,10 @@ class Decoding:
             rows=self.rows,
             scale=self.q.shape[-1] ** -0.5,
             window=self.window,
+            out=out,
             pdl=pdl,
         )
+        return out
 
     def expected(self) -> Tensor:
         return decode_attention_reference(
@@ -136,6 +139,7 @@ class Decoding:
             self.table,
             self.lengths,
             rows=self.rows,
+            scale=self.q.shape[-1] ** -0.5,
             window=self.window,
         )
 

@@ -77,14 +77,16 @@ def test_decode(
     workspace = latent_attention.LatentWorkspace(8, num_heads, latent_dim, device)
     on_device = torch.tensor(lengths, dtype=torch.int32, device=device)
     scale = sum(sizes) ** -0.5
-    actual = latent_attention.latent_decode_attention(
-        q, kv, table, on_device, workspace, scale=scale
+    rows = torch.arange(len(lengths), dtype=torch.int32, device=device)
+    actual, alone = (q.new_empty(number, num_heads, latent_dim) for number in (len(lengths), 1))
+    latent_attention.latent_decode_attention(
+        q, kv, table, on_device, workspace, rows=rows, scale=scale, out=actual
     )
-    assert_close(actual, decode_attention_reference(q, kv, table, on_device, scale=scale))
+    expected = decode_attention_reference(q, kv, table, on_device, rows=rows, scale=scale)
+    assert_close(actual, expected)
     # one row has the most splits
-    last = torch.tensor([3], dtype=torch.int32, device=device)
-    alone = latent_attention.latent_decode_attention(
-        q[3:], kv, table, on_device[3:], workspace, rows=last, scale=scale
+    latent_attention.latent_decode_attention(
+        q[3:], kv, table, on_device[3:], workspace, rows=rows[3:], scale=scale, out=alone
     )
     assert_close(alone, actual[3:])
 

@@ -150,6 +150,7 @@ class SharedDecoding:
             self.table,
             lengths,
             rows=self.rows,
+            scale=self.q.shape[-1] ** -0.5,
             window=self.window,
         )
 
@@ -263,7 +264,8 @@ def _grouped(case: SharedDecoding):  # type: ignore[no-untyped-def]
         runs = kernel.plan(
             case.table, case.lengths, rows=case.rows, window=case.window, grouped=True, pdl=pdl
         )
-        return kernel(
+        out = torch.empty_like(case.q)
+        kernel(
             case.q,
             case.kv,
             case.table,
@@ -272,8 +274,10 @@ def _grouped(case: SharedDecoding):  # type: ignore[no-untyped-def]
             rows=case.rows,
             scale=case.q.shape[-1] ** -0.5,
             window=case.window,
+            out=out,
             grouped=True,
             pdl=pdl,
         )
+        return out
 
     return attend

@@ -27,6 +27,7 @@ def attention_cases(shape: Shape, batch_size: int, context: int) -> Iterator[Cas
     lengths = torch.full((batch_size,), context, dtype=torch.int32, device="cuda")
     q = normal(batch_size, shape.num_heads, shape.head_dim)
     workspace = DecodeWorkspace(batch_size, shape.num_heads, shape.head_dim, q.device)
+    how: dict[str, Any] = {"rows": _rows(batch_size), "scale": shape.head_dim**-0.5}
     for dtype in (torch.bfloat16, torch.float8_e4m3fn):
         is_fp8 = dtype == torch.float8_e4m3fn
         scale = torch.ones(1, device="cuda") if is_fp8 else None
@@ -38,26 +39,34 @@ def attention_cases(shape: Shape, batch_size: int, context: int) -> Iterator[Cas
             for k, v in caches
         ]
         name = "fp8" if is_fp8 else "bf16"
-        twin = each(decode_attention_reference, inputs[:2])
+        twin = each(decode_attention_reference, inputs[:2], **how)
         library = _flash_attention(q, caches, table, lengths) if not is_fp8 else ()
         yield Case(
             f"attention (Triton), {name}, context {context}",
             num_bytes,
-            each(decode_attention, inputs, workspace=workspace),
+            each(decode_attention, inputs, workspace=workspace, out=torch.empty_like(q), **how),
             twin,
             library,
         )
         yield Case(
             f"attention (CUDA), {name}, context {context}",
             num_bytes,
-            _cuda_attention(shape, inputs),
+            _cuda_attention(shape, inputs, **how),
             twin,
             library,
         )
 
 
+def _rows(batch_size: int) -> Tensor:
+    return torch.arange(batch_size, dtype=torch.int32, device="cuda")
+
+
 def _cuda_attention(
-    shape: Shape, inputs: Sequence[tuple[Tensor, PagedKV, Tensor, Tensor]]
+    shape: Shape,
+    inputs: Sequence[tuple[Tensor, PagedKV, Tensor, Tensor]],
+    *,
+    rows: Tensor,
+    scale: float,
 ) -> list[Call]:
     """This package's kernel in CUDA C++, if the GPU can run it."""
     try:
@@ -79,10 +88,10 @@ def _cuda_attention(
         max_batch_size=len(q),
         device=q.device,
     )
-    shared: dict[str, Any] = {"rows": None, "window": None, "pdl": False}
+    shared: dict[str, Any] = {"rows": rows, "window": None, "pdl": False}
     runs = kernel.plan(table, lengths, **shared)
     calls = [(*given, runs) for given in inputs]
-    return each(kernel, calls, scale=shape.head_dim**-0.5, **shared)
+    return each(kernel, calls, scale=scale, out=torch.empty_like(q), **shared)
 
 
 def _flash_attention(
@@ -109,6 +118,7 @@ def layer_cases(shape: Shape, batch_size: int, context: int) -> Iterator[Case]:
     norm = normal(shape.hidden)
     heads = normal(shape.num_heads + shape.num_kv_heads, shape.head_dim)
     workspace = DecodeWorkspace(batch_size, shape.num_heads, shape.head_dim, norm.device)
+    how: dict[str, Any] = {"rows": _rows(batch_size), "scale": shape.head_dim**-0.5}
     residual = normal(batch_size, shape.hidden)
     width = shape.num_heads * shape.head_dim
     num_bytes = 2 * (shape.hidden * (shape.qkv + width + 3 * shape.intermediate))
@@ -136,7 +146,8 @@ def layer_cases(shape: Shape, batch_size: int, context: int) -> Iterator[Case]:
             head_weights=heads,
             pdl=pdl,
         )
-        out = decode_attention(q, kv, table, lengths, workspace, pdl=pdl)
+        out = torch.empty_like(q)
+        decode_attention(q, kv, table, lengths, workspace, out=out, pdl=pdl, **how)
         small_batch_linear(out.flatten(1), o, residual=residual, pdl=pdl)
         inner = small_batch_linear(residual, gate_up, norm_weight=norm, gate="silu", pdl=pdl)
         small_batch_linear(inner, down, residual=residual, pdl=pdl)

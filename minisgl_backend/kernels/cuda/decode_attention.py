@@ -252,7 +252,7 @@ class DecodeAttentionKernel:
         page_table: Tensor,
         lengths: Tensor,
         *,
-        rows: Tensor | None,
+        rows: Tensor,
         window: int | None,
         grouped: bool = False,
         pdl: bool,
@@ -266,7 +266,7 @@ class DecodeAttentionKernel:
             runs=runs.data_ptr(),
             table=page_table.data_ptr(),
             lengths=lengths.data_ptr(),
-            rows=address(rows),
+            rows=rows.data_ptr(),
             starts=None if shared is None else shared.starts.data_ptr(),
             table_stride=page_table.stride(0),
             batch=len(lengths),
@@ -284,13 +284,13 @@ class DecodeAttentionKernel:
         lengths: Tensor,
         runs: Tensor,
         *,
-        rows: Tensor | None,
+        rows: Tensor,
         scale: float,
         window: int | None,
-        out: Tensor | None = None,
+        out: Tensor,
         grouped: bool = False,
         pdl: bool,
-    ) -> Tensor:
+    ) -> None:
         """See ``minisgl_backend.kernels.decode_attention.decode_attention``; int32 tensors only.
 
         ``runs`` is what ``plan`` returned for the same arguments. With ``pdl`` the launch right
@@ -301,8 +301,6 @@ class DecodeAttentionKernel:
         keys, values = kv.keys, kv.values
         assert keys.stride() == values.stride() and keys.stride(3) == 1
         assert q.stride(1) == q.shape[2] and q.stride(2) == 1
-        if out is None:
-            out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         kernels, shared = self._of_step(len(q), grouped)
         if shared is not None:
             shared(q, kv, page_table, lengths, rows=rows, scale=scale, window=window, pdl=pdl)
@@ -314,7 +312,7 @@ class DecodeAttentionKernel:
             values=values.data_ptr(),
             table=page_table.data_ptr(),
             lengths=lengths.data_ptr(),
-            rows=address(rows),
+            rows=rows.data_ptr(),
             runs=runs.data_ptr(),
             k_scale=address(kv.k_scale),
             v_scale=address(kv.v_scale),
@@ -334,7 +332,6 @@ class DecodeAttentionKernel:
         )
         grid = kernels.num_blocks, 1, 1
         kernels.attend.launch(grid, 32 * kernels.num_warps, arguments, pdl=pdl)
-        return out
 
     def _of_step(self, num_rows: int, grouped: bool) -> tuple[_Kernels, SharedAttention | None]:
         if grouped:

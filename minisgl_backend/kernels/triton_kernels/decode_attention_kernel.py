@@ -55,7 +55,6 @@ def _decode_attention(
     SPLITS: tl.constexpr,
     WINDOW: tl.constexpr,
     FP8: tl.constexpr,
-    ROWS: tl.constexpr,
     SINKS: tl.constexpr,
     CAPPED: tl.constexpr,
     STAGES: tl.constexpr,
@@ -68,7 +67,7 @@ def _decode_attention(
         allow_next()
         wait_previous()
     length = tl.load(lengths_ptr + batch)
-    row = tl.load(rows_ptr + batch).to(tl.int64) if ROWS else batch
+    row = tl.load(rows_ptr + batch).to(tl.int64)
     begin = 0
     if WINDOW:
         begin = tl.maximum(length - WINDOW, 0)
@@ -170,7 +169,7 @@ def launch_decode_attention(
     lengths: Tensor,
     partial: tuple[Tensor, Tensor, Tensor],
     *,
-    rows: Tensor | None,
+    rows: Tensor,
     scale: float,
     cap: float,
     window: int | None,
@@ -219,7 +218,6 @@ def launch_decode_attention(
         DIMS=dims_of(head_dim),
         BLOCK=block,
         SPLITS=splits,
-        ROWS=rows is not None,
         SINKS=kv.sinks is not None,
         CAPPED=cap != 0,
         STAGES=stages,

@@ -90,7 +90,6 @@ def _latent_decode(
     BLOCK: tl.constexpr,  # positions of an iteration
     SPLITS: tl.constexpr,
     FP8: tl.constexpr,
-    ROWS: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -102,7 +101,7 @@ def _latent_decode(
         allow_next()
         wait_previous()
     length = tl.load(lengths_ptr + batch)
-    row = tl.load(rows_ptr + batch).to(tl.int64) if ROWS else batch
+    row = tl.load(rows_ptr + batch).to(tl.int64)
     per_split, active = _splits_of(length, SPLITS, BLOCK)
     if split >= active:
         return
@@ -293,7 +292,7 @@ def launch_latent_decode(
     lengths: Tensor,
     partial: tuple[Tensor, Tensor],
     *,
-    rows: Tensor | None,
+    rows: Tensor,
     scale: float,
     block_heads: int,
     splits: int,
@@ -328,7 +327,6 @@ def launch_latent_decode(
         BLOCK_HEADS=block_heads,
         BLOCK=block,
         SPLITS=splits,
-        ROWS=rows is not None,
         STAGES=2,
         PDL=pdl,
         num_warps=8 if has_room else 4,

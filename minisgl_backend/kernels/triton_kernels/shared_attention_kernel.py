@@ -52,7 +52,6 @@ def _shared_attention(
     TILE: tl.constexpr,  # query heads of a tile, of TILE // GROUP rows
     BLOCK: tl.constexpr,  # positions of an iteration
     WINDOW: tl.constexpr,
-    HAS_ROWS: tl.constexpr,
     FP8: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
@@ -73,9 +72,7 @@ def _shared_attention(
         piece_ptr = groups_ptr + PIECES_AT + item // NUM_KV_HEADS * PIECE_WORDS
         first = tl.load(piece_ptr)
         inside = member < tl.load(piece_ptr + 1)
-        row = tl.load(piece_ptr + 2).to(tl.int64)
-        if HAS_ROWS:
-            row = tl.load(rows_ptr + row).to(tl.int64)
+        row = tl.load(rows_ptr + tl.load(piece_ptr + 2)).to(tl.int64)
         begin = tl.load(piece_ptr + 3)
         end = tl.load(piece_ptr + 4)
         partial = tl.load(piece_ptr + 5)
@@ -136,7 +133,7 @@ def launch_shared_attention(
     lengths: Tensor,
     tables: Tensor,
     *,
-    rows: Tensor | None,
+    rows: Tensor,
     members_at: int,
     pieces_at: int,
     piece_words: int,
@@ -169,7 +166,6 @@ def launch_shared_attention(
         **shape_of(q, kv, window),
         TILE=tile,
         BLOCK=block,
-        HAS_ROWS=rows is not None,
         STAGES=stages,
         PDL=pdl,
         num_warps=num_warps,

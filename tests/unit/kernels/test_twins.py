@@ -267,14 +267,17 @@ def test_decode_attention_is_torchs(window: int | None) -> None:
         )
     workspace = decode_attention.DecodeWorkspace(3, 6, head_dim, q.device)
     order = torch.tensor([2, 0, 1])
-    out = decode_attention.decode_attention(
+    out = torch.empty_like(q)
+    decode_attention.decode_attention(
         q[order],
         PagedKV(keys=k_cache, values=v_cache),
         table,
         torch.tensor(lengths, dtype=torch.int32)[order],
         workspace,
         rows=order,
+        scale=head_dim**-0.5,
         window=window,
+        out=out,
     )
     torch.testing.assert_close(out, torch.stack(expected)[order])
 

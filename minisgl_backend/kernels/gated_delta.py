@@ -124,7 +124,6 @@ def delta_step(
         return
     from minisgl_backend.kernels.triton_kernels.gated_delta_step import launch_step
 
-    pending = states.pending
     launch_step(
         out,
         inputs.channels,
@@ -133,7 +132,7 @@ def delta_step(
         inputs.b,
         (weights.conv, weights.log_rates, weights.biases, weights.norm),
         (states.conv, states.matrices, states.readers),
-        (pending.keys, pending.values, pending.decays, pending.begins),
+        states.pending.tensors,
         slots,
         positions,
         num_key_heads=weights.num_key_heads,
@@ -168,7 +167,7 @@ def delta_checks(
         return
     from minisgl_backend.kernels.triton_kernels.gated_delta_checks import launch_checks
 
-    channels, pending, unsettled = inputs.channels, states.pending, states.unsettled
+    channels, unsettled = inputs.channels, states.unsettled
     assert unsettled is not None
     shape = len(slots), channels.shape[1]
     convolved = torch.empty(shape, dtype=channels.dtype, device=channels.device)
@@ -183,8 +182,8 @@ def delta_checks(
         inputs.b,
         (weights.log_rates, weights.biases, weights.norm),
         states.matrices,
-        (pending.keys, pending.values, pending.decays, pending.begins),
-        (unsettled.keys, unsettled.values, unsettled.decays),
+        states.pending.tensors,
+        unsettled.tensors[1:],
         slots,
         checks.lines,
         positions,
@@ -206,7 +205,7 @@ def delta_runs(
     from minisgl_backend.kernels.triton_kernels.gated_delta_blocks import launch_chain, solve_blocks
     from minisgl_backend.kernels.triton_kernels.kimi_delta_blocks import solve_kimi_blocks
 
-    channels, pending = inputs.channels, states.pending
+    channels = inputs.channels
     convolved = torch.empty(channels.shape, dtype=channels.dtype, device=channels.device)
     causal_conv_runs(convolved, channels, states.conv, runs, weights.conv)
     solve = solve_kimi_blocks if weights.by_dimension else solve_blocks
@@ -225,7 +224,7 @@ def delta_runs(
         inputs.z,
         weights.norm,
         states.matrices,
-        (pending.keys, pending.values, pending.decays, pending.begins),
+        states.pending.tensors,
         runs.blocks,
         runs.lines,
         eps=weights.eps,

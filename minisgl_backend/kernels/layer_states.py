@@ -41,6 +41,11 @@ class PendingUpdates:
     decays: Tensor
     begins: Tensor
 
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The fields."""
+        return self.keys, self.values, self.decays, self.begins
+
     @classmethod
     def none(
         cls,
@@ -66,13 +71,11 @@ class PendingUpdates:
         of ``none``."""
         key_heads, heads, key_dim, value_dim = sizes
         none = cls.none(num_layers * num_rows, key_heads, heads, key_dim, value_dim, device)
-        each = none.keys, none.values, none.decays, none.begins
-        return cls(*(of.view(num_layers, num_rows, *of.shape[1:]) for of in each))
+        return cls(*(of.view(num_layers, num_rows, *of.shape[1:]) for of in none.tensors))
 
     def by_layer(self) -> list[PendingUpdates]:
         """What ``of_layers`` has made for each layer."""
-        each = self.keys, self.values, self.decays, self.begins
-        return [PendingUpdates(*of_layer) for of_layer in zip(*each, strict=True)]
+        return [PendingUpdates(*of_layer) for of_layer in zip(*self.tensors, strict=True)]
 
     def clear(self, row: int, position: int) -> None:
         """Nothing is pending in a row whose next token has this position."""
@@ -101,6 +104,11 @@ class UnsettledTokens:
     keys: Tensor
     values: Tensor
     decays: Tensor
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The fields."""
+        return self.inputs, self.keys, self.values, self.decays
 
     @classmethod
     def of_layers(
@@ -132,8 +140,7 @@ class UnsettledTokens:
 
     def by_layer(self) -> list[UnsettledTokens]:
         """What ``of_layers`` has made for each layer."""
-        each = self.inputs, self.keys, self.values, self.decays
-        return [UnsettledTokens(*of_layer) for of_layer in zip(*each, strict=True)]
+        return [UnsettledTokens(*of_layer) for of_layer in zip(*self.tensors, strict=True)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -107,14 +107,13 @@ def mamba_step(
 
     if leaves is None:
         leaves = len(slots) * states.matrices[0].nbytes >= _MANY_BYTES
-    pending = states.pending
     launch_mamba_step(
         out,
         (inputs.z, inputs.channels, inputs.steps),
         (weights.conv, weights.conv_bias),
         (weights.log_rates, weights.biases, weights.skips, weights.norm),
         (states.conv, states.matrices),
-        (pending.keys, pending.values, pending.decays, pending.begins),
+        states.pending.tensors,
         slots,
         positions,
         num_groups=weights.num_groups,
@@ -134,7 +133,7 @@ def mamba_runs(
         return
     from minisgl_backend.kernels.triton_kernels.mamba_blocks import launch_mamba_blocks
 
-    channels, pending = inputs.channels, states.pending
+    channels = inputs.channels
     convolved = torch.empty(channels.shape, dtype=channels.dtype, device=channels.device)
     causal_conv_runs(convolved, channels, states.conv, runs, weights.conv, weights.conv_bias)
     launch_mamba_blocks(
@@ -142,7 +141,7 @@ def mamba_runs(
         (inputs.z, convolved, inputs.steps),
         (weights.log_rates, weights.biases, weights.skips, weights.norm),
         states.matrices,
-        (pending.keys, pending.values, pending.decays, pending.begins),
+        states.pending.tensors,
         runs.blocks,
         runs.lines,
         num_groups=weights.num_groups,
@@ -171,7 +170,7 @@ def mamba_checks(
         return
     from minisgl_backend.kernels.triton_kernels.mamba_checks import launch_mamba_checks
 
-    pending, unsettled = states.pending, states.unsettled
+    unsettled = states.unsettled
     assert unsettled is not None
     launch_mamba_checks(
         out,
@@ -179,8 +178,8 @@ def mamba_checks(
         (weights.conv, weights.conv_bias),
         (weights.log_rates, weights.biases, weights.skips, weights.norm),
         (states.conv, states.matrices),
-        (pending.keys, pending.values, pending.decays, pending.begins),
-        (unsettled.inputs, unsettled.keys, unsettled.values, unsettled.decays),
+        states.pending.tensors,
+        unsettled.tensors,
         slots,
         checks.lines,
         positions,

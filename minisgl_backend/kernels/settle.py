@@ -66,8 +66,8 @@ def settle(
         launch_settle(
             conv,
             matrices,
-            (pending.keys, pending.values, pending.decays, pending.begins),
-            (unsettled.inputs, unsettled.keys, unsettled.values, unsettled.decays),
+            pending.tensors,
+            unsettled.tensors,
             (checks.rows, checks.places, checks.starts, checks.counts),
             keys_are_lines=keys_are_lines,
         )

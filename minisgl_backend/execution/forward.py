@@ -24,7 +24,7 @@ from minisgl_backend.execution.rows import DeviceRows
 from minisgl_backend.execution.states import StateStorage
 from minisgl_backend.kernels.adapters import AdaptedTokens
 from minisgl_backend.kernels.checks import NO_PLACE, CheckedTokens
-from minisgl_backend.kernels.delta_runs import Runs
+from minisgl_backend.kernels.chunk_runs import Runs
 from minisgl_backend.kernels.rows import DecodeInputs
 from minisgl_backend.models.decoder import Decoder, LayersOutput
 from minisgl_backend.models.token_mixing import RecurrentRows

@@ -26,7 +26,7 @@ from minisgl_backend.device.base import Device, HostArray
 from minisgl_backend.execution.flat_batch import FlatBatch
 from minisgl_backend.execution.unsettled import Due, UnsettledRows
 from minisgl_backend.kernels.checks import CHECK_COLUMNS, NO_PLACE, CheckedTokens
-from minisgl_backend.kernels.delta_runs import (
+from minisgl_backend.kernels.chunk_runs import (
     BLOCK,
     Run,
     Runs,

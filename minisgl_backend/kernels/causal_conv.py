@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minisgl_backend.kernels.checks import CheckedTokens
-from minisgl_backend.kernels.delta_runs import Runs
+from minisgl_backend.kernels.chunk_runs import Runs
 from minisgl_backend.kernels.dispatch import at_least_float32, use_triton
 from minisgl_backend.kernels.layer_states import rows_of
 

@@ -37,7 +37,7 @@ from minisgl_backend.kernels.causal_conv import (
     causal_conv_step_reference,
 )
 from minisgl_backend.kernels.checks import CheckedTokens
-from minisgl_backend.kernels.delta_runs import BLOCK, Runs
+from minisgl_backend.kernels.chunk_runs import BLOCK, Runs
 from minisgl_backend.kernels.dispatch import use_triton
 from minisgl_backend.kernels.layer_states import LayerStates, rows_of, stored
 

@@ -17,7 +17,7 @@ from minisgl_backend.attention.base import Attend
 from minisgl_backend.kernels.activation import gate_output
 from minisgl_backend.kernels.adapters import AdaptedTokens
 from minisgl_backend.kernels.checks import CheckedTokens
-from minisgl_backend.kernels.delta_runs import Runs
+from minisgl_backend.kernels.chunk_runs import Runs
 from minisgl_backend.kernels.linear_cut import HEAD_DIMS
 from minisgl_backend.kernels.paged_kv import PagedKV
 from minisgl_backend.kernels.rope_store import (

@@ -13,7 +13,7 @@ from minisgl_backend.attention.base import Attend, AttentionSetting, Chunks
 from minisgl_backend.attention.choose import choose_attention
 from minisgl_backend.execution.states import StateStorage
 from minisgl_backend.execution.storage import KVStorage
-from minisgl_backend.kernels.delta_runs import Run, Runs
+from minisgl_backend.kernels.chunk_runs import Run, Runs
 from minisgl_backend.models.build import build_model
 from minisgl_backend.models.decoder import Decoder, LayersOutput
 from minisgl_backend.models.spec import ModelSpec

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from minisgl_backend.kernels import gated_delta
-from minisgl_backend.kernels.delta_runs import Run, Runs, num_blocks, runs_table
+from minisgl_backend.kernels.chunk_runs import Run, Runs, num_blocks, runs_table
 from minisgl_backend.kernels.dispatch import is_interpreted
 from minisgl_backend.kernels.gated_delta import DeltaInputs, DeltaStates, DeltaWeights
 from minisgl_backend.kernels.layer_states import PendingUpdates

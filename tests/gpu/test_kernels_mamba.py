@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from minisgl_backend.kernels import mamba
-from minisgl_backend.kernels.delta_runs import Run, Runs, num_blocks, runs_table
+from minisgl_backend.kernels.chunk_runs import Run, Runs, num_blocks, runs_table
 from minisgl_backend.kernels.dispatch import is_interpreted
 from minisgl_backend.kernels.layer_states import LayerStates, PendingUpdates, UnsettledTokens
 from minisgl_backend.kernels.mamba import MambaInputs, MambaWeights

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from minisgl_backend.kernels import short_conv
-from minisgl_backend.kernels.delta_runs import Run, Runs, num_blocks, runs_table
+from minisgl_backend.kernels.chunk_runs import Run, Runs, num_blocks, runs_table
 from minisgl_backend.kernels.dispatch import is_interpreted
 from minisgl_backend.kernels.layer_states import LayerStates, PendingUpdates
 from minisgl_backend.kernels.settle import settle

@@ -3,7 +3,7 @@
     _conv_blocks      the convolution, and the inputs that snapshots keep
     _keep_inputs      the inputs that rows keep; only now have all blocks read the old ones
 
-Blocks and runs may be padding (``kernels.delta_runs``, which has their columns), whose programs end
+Blocks and runs may be padding (``kernels.chunk_runs``, which has their columns), whose programs end
 at once.
 """
 
@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minisgl_backend.kernels.delta_runs import BLOCK
-from minisgl_backend.kernels.triton_kernels.gated_delta_blocks import silu
+from minisgl_backend.kernels.chunk_runs import BLOCK
 from minisgl_backend.kernels.triton_kernels.pending_updates import RUN
+from minisgl_backend.kernels.triton_kernels.recurrent_math import silu
 
 
 @triton.jit

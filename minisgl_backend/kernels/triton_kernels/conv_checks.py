@@ -10,8 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from minisgl_backend.kernels.checks import CHECK_COLUMNS
-from minisgl_backend.kernels.triton_kernels.gated_delta_blocks import silu
 from minisgl_backend.kernels.triton_kernels.pdl import allow_next, launch_options, wait_previous
+from minisgl_backend.kernels.triton_kernels.recurrent_math import silu
 
 CHECK = tl.constexpr(CHECK_COLUMNS)
 

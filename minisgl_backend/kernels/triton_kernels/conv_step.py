@@ -5,7 +5,7 @@ for decode steps, which do more than this (``gated_delta_step``, ``mamba_step``)
 import triton
 import triton.language as tl
 
-from minisgl_backend.kernels.triton_kernels.gated_delta_blocks import silu
+from minisgl_backend.kernels.triton_kernels.recurrent_math import silu
 
 
 @triton.jit

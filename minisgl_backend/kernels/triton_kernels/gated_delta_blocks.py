@@ -6,7 +6,7 @@
                       pending begin, which all programs of a run have read by then
 
 If each dimension of a key decays by itself, the first is another kernel (``kimi_delta_blocks``).
-Blocks and runs may be padding (``kernels.delta_runs``, which has their columns), whose programs end
+Blocks and runs may be padding (``kernels.chunk_runs``, which has their columns), whose programs end
 at once. So one CUDA graph serves steps with different numbers of rows.
 
 Names of dimensions: K of a key, V of a value, each padded to a power of two (KP, VP).
@@ -19,10 +19,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minisgl_backend.kernels.delta_runs import BLOCK
+from minisgl_backend.kernels.chunk_runs import BLOCK
 from minisgl_backend.kernels.dispatch import shared_bytes
 from minisgl_backend.kernels.shared_memory import most_bytes
 from minisgl_backend.kernels.triton_kernels.pending_updates import RUN, places_after, with_pending
+from minisgl_backend.kernels.triton_kernels.recurrent_math import between, stored
 from minisgl_backend.plan import WHOLE_EVERY
 
 EPS = tl.constexpr(1e-6)  # added to the squared length of queries and keys
@@ -43,11 +44,6 @@ class SolvedBlocks(NamedTuple):
 
 
 @triton.jit
-def silu(x):
-    return x * tl.sigmoid(x)
-
-
-@triton.jit
 def open_gate(z, SIGMOID: tl.constexpr):
     """What an output is multiplied by."""
     gate = tl.sigmoid(z)
@@ -62,21 +58,6 @@ def log_decay(a, log_rate, bias):
     a = a.to(tl.float32) + bias.to(tl.float32)
     positive = tl.maximum(a, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(a)))  # softplus
     return -tl.exp(log_rate.to(tl.float32)) * positive
-
-
-@triton.jit
-def between(decays, causal):
-    """How much decays from the column's token to the row's, given all ``decays`` since a block
-    began; 0 unless ``causal``."""
-    return tl.exp(tl.where(causal, decays[:, None] - decays[None, :], float("-inf")))
-
-
-@triton.jit
-def stored(state, kind: tl.constexpr):
-    """See ``minisgl_backend.kernels.gated_delta.stored``."""
-    if kind == tl.float16:
-        state = tl.clamp(state, -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL)
-    return state.to(kind)
 
 
 @triton.jit

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minisgl_backend.kernels.delta_runs import BLOCK
+from minisgl_backend.kernels.chunk_runs import BLOCK
 from minisgl_backend.kernels.triton_kernels.gated_delta_blocks import (
     EPS,
     SolvedBlocks,

@@ -5,7 +5,7 @@
     _gated_norm       the gate and the norm of the output; and where updates of rows that may be
                       pending begin, which all programs of a run have read by then
 
-Blocks and runs may be padding (``kernels.delta_runs``, which has their columns), whose programs end
+Blocks and runs may be padding (``kernels.chunk_runs``, which has their columns), whose programs end
 at once. So one CUDA graph serves steps with different numbers of rows.
 
 Names of dimensions: P of a head, N of a state, padded to a power of two (NP).
@@ -18,11 +18,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minisgl_backend.kernels.delta_runs import BLOCK
+from minisgl_backend.kernels.chunk_runs import BLOCK
 from minisgl_backend.kernels.dispatch import shared_bytes
 from minisgl_backend.kernels.shared_memory import most_bytes
-from minisgl_backend.kernels.triton_kernels.gated_delta_blocks import between, silu, stored
 from minisgl_backend.kernels.triton_kernels.pending_updates import RUN, places_after, with_pending
+from minisgl_backend.kernels.triton_kernels.recurrent_math import between, silu, stored
 from minisgl_backend.plan import WHOLE_EVERY
 
 

@@ -30,10 +30,10 @@ from minisgl_backend.kernels.triton_kernels.conv_step import (
     conv_ended,
     keep_inputs_of_token,
 )
-from minisgl_backend.kernels.triton_kernels.gated_delta_blocks import stored
 from minisgl_backend.kernels.triton_kernels.mamba_blocks import gated, step_of
 from minisgl_backend.kernels.triton_kernels.pdl import allow_next, launch_options, wait_previous
 from minisgl_backend.kernels.triton_kernels.pending_updates import with_pending
+from minisgl_backend.kernels.triton_kernels.recurrent_math import stored
 from minisgl_backend.plan import WHOLE_EVERY
 
 _FEW_ROWS: Final = 8

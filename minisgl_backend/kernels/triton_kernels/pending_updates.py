@@ -5,7 +5,7 @@ kernels that add them to a state, and that tell where those begin that are left 
 import triton
 import triton.language as tl
 
-from minisgl_backend.kernels.delta_runs import RUN_COLUMNS
+from minisgl_backend.kernels.chunk_runs import RUN_COLUMNS
 
 RUN = tl.constexpr(RUN_COLUMNS)
 

@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minisgl_backend.kernels.triton_kernels.gated_delta_blocks import stored
 from minisgl_backend.kernels.triton_kernels.pending_updates import with_pending
+from minisgl_backend.kernels.triton_kernels.recurrent_math import stored
 from minisgl_backend.plan import WHOLE_EVERY
 
 _PART: Final = 32

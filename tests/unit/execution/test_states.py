@@ -14,7 +14,7 @@ from minisgl_backend.execution.chunk_graphs import max_chunks
 from minisgl_backend.execution.flat_batch import FlatBatch
 from minisgl_backend.execution.states import CapturedChecks, CapturedRuns, StateStorage
 from minisgl_backend.kernels.checks import NO_PLACE
-from minisgl_backend.kernels.delta_runs import Run
+from minisgl_backend.kernels.chunk_runs import Run
 from minisgl_backend.kernels.settle import Settling
 from minisgl_backend.models.recurrent_spec import DeltaSpec
 from minisgl_backend.plan import NO_SNAPSHOT, Snapshots

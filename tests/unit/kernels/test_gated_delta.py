@@ -10,7 +10,7 @@ from transformers.models.kimi_linear import modeling_kimi_linear as kimi
 from transformers.models.qwen3_5 import modeling_qwen3_5 as theirs
 
 from minisgl_backend.kernels.causal_conv import causal_conv, causal_conv_step_reference
-from minisgl_backend.kernels.delta_runs import Run, Runs
+from minisgl_backend.kernels.chunk_runs import Run, Runs
 from minisgl_backend.kernels.gated_delta import (
     DeltaInputs,
     DeltaStates,

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.models.nemotron_h import modeling_nemotron_h as theirs
 
 from minisgl_backend.kernels.causal_conv import causal_conv
-from minisgl_backend.kernels.delta_runs import Run, Runs
+from minisgl_backend.kernels.chunk_runs import Run, Runs
 from minisgl_backend.kernels.layer_states import LayerStates, PendingUpdates, stored
 from minisgl_backend.kernels.mamba import (
     MambaInputs,

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.models.lfm2.configuration_lfm2 import Lfm2Config
 from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
 
-from minisgl_backend.kernels.delta_runs import Run, Runs
+from minisgl_backend.kernels.chunk_runs import Run, Runs
 from minisgl_backend.kernels.layer_states import LayerStates, PendingUpdates
 from minisgl_backend.kernels.settle import settle
 from minisgl_backend.kernels.short_conv import (

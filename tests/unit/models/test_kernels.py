@@ -35,7 +35,7 @@ from minisgl_backend.kernels.adapters import (
     arrange_tokens,
     arranged_size,
 )
-from minisgl_backend.kernels.delta_runs import Run, Runs
+from minisgl_backend.kernels.chunk_runs import Run, Runs
 from minisgl_backend.kernels.experts import ExpertWeights, fused_experts_reference
 from minisgl_backend.kernels.float8_rows import Float8Rows
 from minisgl_backend.kernels.packed_weight import (

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from minisgl_backend.execution.states import StateStorage
-from minisgl_backend.kernels.delta_runs import Run, Runs
+from minisgl_backend.kernels.chunk_runs import Run, Runs
 from minisgl_backend.kernels.layer_states import LayerStates
 from minisgl_backend.kernels.paged_kv import PagedKV
 from minisgl_backend.kernels.rope_store import TokenPlaces

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from minisgl_backend.kernels.delta_runs import (
+from minisgl_backend.kernels.chunk_runs import (
     BLOCK_COLUMNS,
     RUN_COLUMNS,
     Run,

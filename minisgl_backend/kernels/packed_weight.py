@@ -291,7 +291,7 @@ def _permute(weight: QuantizedWeight, order: Tensor | None) -> None:
             numbers = numbers[:, order]
         numbers = _rearranged(numbers, places)
         permuted = joined(numbers) if four else numbers
-        codes.copy_(_spread(permuted) if weight.encoding is Encoding.E2M1 else permuted)
+        codes.copy_(_unpacked(permuted) if weight.encoding is Encoding.E2M1 else permuted)
 
 
 _PLACED: Final = 0x81C081C0
@@ -306,7 +306,7 @@ _LAST_PLACES: Final = (
 bit also depends on places that come before, here or in the word as it is without these pairs."""
 
 
-def _spread(codes: Tensor) -> Tensor:
+def _unpacked(codes: Tensor) -> Tensor:
     """uint8 ``codes`` of E2M1 with the bits of every four bytes arranged as ``numbers`` of
     ``cuda/codes.cuh`` reads them: four pairs, with one number of a pair in each half."""
     words = codes.contiguous().view(torch.int32).long()
@@ -323,7 +323,7 @@ def _spread(codes: Tensor) -> Tensor:
 
 
 def _gathered(codes: Tensor) -> Tensor:
-    """The codes of E2M1 that ``_spread`` has turned into ``codes``."""
+    """The codes of E2M1 that ``_unpacked`` has turned into ``codes``."""
     words = codes.contiguous().view(torch.int32).long() & 0xFFFFFFFF
     nibbles = [
         (of_pair >> 12 & 0x00080008 | of_pair >> 6 & 0x00070007) << 4 * pair

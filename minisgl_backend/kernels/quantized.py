@@ -108,10 +108,10 @@ def dequantize(weight: QuantizedWeight, out: Tensor) -> Tensor:
     for rows in _row_blocks(out, step=weight.block[0]):
         numbers = _numbers(weight, weight.codes[rows])  # [rows, in_features]
         if weight.zeros is not None:
-            numbers -= _spread(weight, weight.zeros.float(), rows)
+            numbers -= _of_elements(weight, weight.zeros.float(), rows)
         elif weight.encoding in (Encoding.INT4, Encoding.INT8):
             numbers -= 1 << (weight.encoding.bits - 1)
-        numbers *= _spread(weight, factors_of(weight), rows)
+        numbers *= _of_elements(weight, factors_of(weight), rows)
         if weight.row_scales is not None:
             numbers *= weight.row_scales[rows, None]
         out[rows] = numbers
@@ -153,45 +153,52 @@ def quantize(
     elif encoding is Encoding.E2M1:
         scales = scales.to(torch.uint8)
     found = QuantizedWeight(encoding, block, codes, scales, zeros, row_scales=row_scales)
+    by_encoding = {Encoding.E2M1: _encode_e2m1, Encoding.E4M3: _encode_e4m3}
+    encode = by_encoding.get(encoding, _encode_integers)
     for part in _row_blocks(weight, step=rows):
-        numbers = weight[part].float()
         lines = slice(part.start // rows, -(-min(part.stop, out_features) // rows))
-        low, high = _extremes(numbers, block)  # [lines, shape[1]]
-        largest = torch.maximum(high, -low)
-        if encoding is Encoding.E2M1:
-            if row_scales is None:
-                exponents = largest.clamp_min(2.0**-120).frexp().exponent - 3  # the largest is >= 4
-                scales[lines] = (exponents + 127).to(torch.uint8)
-            else:
-                of_groups = largest / (row_scales[part, None] * _E2M1[-1])
-                scales[lines] = of_groups.clamp(_LEAST_FLOAT8, FP8_MAX).to(scales.dtype)
-                numbers = numbers / row_scales[part, None]
-            scaled = numbers / _spread(found, factors_of(found), part)
-            index = torch.bucketize(scaled.abs(), scaled.new_tensor(_E2M1_BETWEEN), right=True)
-            codes[part] = joined(index.to(torch.uint8) + 8 * scaled.signbit().to(torch.uint8))
-            continue
-        if encoding is Encoding.E4M3:
-            scales[lines] = torch.where(largest > 0, largest / FP8_MAX, 1.0)
-            codes[part] = (
-                (numbers / _spread(found, scales, part)).clamp_(-FP8_MAX, FP8_MAX).to(dtype)
-            )
-            continue
-        most = (1 << encoding.bits) - 1
-        if zeros is None:
-            steps = largest / (most // 2)
-        else:
-            low, high = low.clamp_max(0), high.clamp_min(0)
-            steps = (high - low) / most
-        scales[lines] = torch.where(steps > 0, steps, 1.0)
-        counts = (numbers / _spread(found, scales, part)).round_()
-        if zeros is None:
-            counts += (most + 1) // 2
-        else:
-            zeros[lines] = (-low / scales[lines]).round().clamp(0, most).to(torch.uint8)
-            counts += _spread(found, zeros.float(), part)
-        integers = counts.clamp_(0, most).to(torch.uint8)
-        codes[part] = joined(integers) if encoding.bits == 4 else integers
+        encode(found, weight[part].float(), part, lines)
     return found
+
+
+def _encode_e2m1(out: QuantizedWeight, numbers: Tensor, part: slice, lines: slice) -> None:
+    """Write scales and codes of ``numbers``, the rows ``part``, whose blocks are ``lines``."""
+    largest = _largest(numbers, out.block)
+    if out.row_scales is None:
+        exponents = largest.clamp_min(2.0**-120).frexp().exponent - 3  # the largest is >= 4
+        out.scales[lines] = (exponents + 127).to(torch.uint8)
+    else:
+        of_groups = largest / (out.row_scales[part, None] * _E2M1[-1])
+        out.scales[lines] = of_groups.clamp(_LEAST_FLOAT8, FP8_MAX).to(out.scales.dtype)
+        numbers = numbers / out.row_scales[part, None]
+    scaled = numbers / _of_elements(out, factors_of(out), part)
+    index = torch.bucketize(scaled.abs(), scaled.new_tensor(_E2M1_BETWEEN), right=True)
+    out.codes[part] = joined(index.to(torch.uint8) + 8 * scaled.signbit().to(torch.uint8))
+
+
+def _encode_e4m3(out: QuantizedWeight, numbers: Tensor, part: slice, lines: slice) -> None:
+    """The same."""
+    largest = _largest(numbers, out.block)
+    out.scales[lines] = torch.where(largest > 0, largest / FP8_MAX, 1.0)
+    scaled = numbers / _of_elements(out, out.scales, part)
+    out.codes[part] = scaled.clamp_(-FP8_MAX, FP8_MAX).to(out.codes.dtype)
+
+
+def _encode_integers(out: QuantizedWeight, numbers: Tensor, part: slice, lines: slice) -> None:
+    """The same, and zeros, if there are any."""
+    bits, zeros = out.encoding.bits, out.zeros
+    most = (1 << bits) - 1
+    low, high = _extremes(numbers, out.block)
+    low, high = low.clamp_max(0), high.clamp_min(0)
+    steps = torch.maximum(high, -low) / (most // 2) if zeros is None else (high - low) / most
+    steps = torch.where(steps > 0, steps, 1.0)
+    out.scales[lines] = steps
+    if zeros is not None:
+        zeros[lines] = (-low / steps).round().clamp(0, most).to(torch.uint8)
+    counts = (numbers / _of_elements(out, out.scales, part)).round_()
+    counts += (most + 1) // 2 if zeros is None else _of_elements(out, zeros.float(), part)
+    integers = counts.clamp_(0, most).to(torch.uint8)
+    out.codes[part] = joined(integers) if bits == 4 else integers
 
 
 def _row_blocks(weight: Tensor, *, step: int) -> Iterator[slice]:
@@ -226,7 +233,7 @@ def factors_of(weight: QuantizedWeight) -> Tensor:
     return weight.scales.float()
 
 
-def _spread(weight: QuantizedWeight, values: Tensor, rows: slice) -> Tensor:
+def _of_elements(weight: QuantizedWeight, values: Tensor, rows: slice) -> Tensor:
     """The value of its block for each number of these rows, [rows, in_features]."""
     outputs, inputs = weight.block
     lines = torch.arange(rows.start, rows.stop, device=values.device) // outputs
@@ -236,6 +243,12 @@ def _spread(weight: QuantizedWeight, values: Tensor, rows: slice) -> Tensor:
     if values.shape[1] == 1:
         return values
     return values.repeat_interleave(inputs, dim=1)[:, : weight.in_features]
+
+
+def _largest(numbers: Tensor, block: tuple[int, int]) -> Tensor:
+    """The largest absolute value of each block."""
+    low, high = _extremes(numbers, block)
+    return torch.maximum(high, -low)
 
 
 def _extremes(numbers: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:

@@ -90,11 +90,12 @@ class ExpertMemory(nn.Module):
         if shared is None or (self.form is not None and not takes_experts(self.form)):
             return False
         matrices = shared.gate_up_proj.matrix, shared.down_proj.matrix
-        return matrices[1].in_features == self.inner.size and all(
-            isinstance(matrix, DenseMatrix)
-            if self.form is None
-            else isinstance(matrix, QuantizedMatrix)
-            and matrix.form.stored_as == self.form.stored_as
+        if matrices[1].in_features != self.inner.size:
+            return False
+        if self.form is None:
+            return all(isinstance(matrix, DenseMatrix) for matrix in matrices)
+        return all(
+            isinstance(matrix, QuantizedMatrix) and matrix.form.stored_as == self.form.stored_as
             for matrix in matrices
         )
 

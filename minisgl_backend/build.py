@@ -24,8 +24,8 @@ from minisgl_backend.errors import ConfigError, InvalidRequest
 from minisgl_backend.execution.adapters import AdapterStore
 from minisgl_backend.execution.ranks import LeadingExecutor
 from minisgl_backend.grammar.matchers import Grammars
-from minisgl_backend.models.catalog import recommended_sampling
 from minisgl_backend.models.hub import resolve_tokenizer
+from minisgl_backend.models.recommended_sampling import recommended_sampling
 from minisgl_backend.parallel.group import OneRank
 from minisgl_backend.parts import STANDARD, Parts
 from minisgl_backend.precheck import first_place

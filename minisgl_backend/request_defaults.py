@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import ConfigError, RequestError
-from minisgl_backend.models.catalog import recommended_sampling
 from minisgl_backend.models.hub import resolve_model
+from minisgl_backend.models.recommended_sampling import recommended_sampling
 from minisgl_backend.wire.defaults import Defaults
 from minisgl_backend.wire.gather import gather_values
 

@@ -176,21 +176,6 @@ def load_spec(folder: Path, tokenizer: Path | None = None) -> ModelSpec:
     return spec
 
 
-def recommended_sampling(folder: Path) -> dict[str, Any]:
-    """What generation_config.json recommends for sampling, as far as it changes anything. Nothing
-    is checked here."""
-    path = folder / "generation_config.json"
-    values = read_json(path) if path.exists() else {}
-    if values.get("do_sample") is False:
-        values = {**values, "temperature": 0.0}
-    found = {name: values.get(name) for name in _WITHOUT_EFFECT}
-    return {
-        name: value
-        for name, value in found.items()
-        if value is not None and value not in _WITHOUT_EFFECT[name]
-    }
-
-
 def _within(token_ids: frozenset[int], spec: ModelSpec) -> frozenset[int]:
     """Those of the vocabulary."""
     return frozenset(token for token in token_ids if token < spec.vocab_size)
@@ -402,11 +387,6 @@ _DIFFERS_BY_LAYER: Final = frozenset(
 )
 """Architectures that read ``per_layer_config``, which transformers knows for all."""
 _POOLING: Final = "pooling_mode_"
-_WITHOUT_EFFECT: Final[Mapping[str, tuple[float, ...]]] = MappingProxyType(
-    {"temperature": (1,), "top_p": (1,), "top_k": (0, -1), "min_p": (0,)}
-    | {"repetition_penalty": (1,)}
-)
-"""Parameters of sampling, with the values that leave the probabilities as they are."""
 _WITH_NEEDLESS_CODE: Final = frozenset(
     {"Phi3ForCausalLM", "MiniMaxM2ForCausalLM", "Ernie4_5ForCausalLM", "Ernie4_5_MoeForCausalLM"}
     | {"HunYuanDenseV1ForCausalLM", "HunYuanMoEV1ForCausalLM", "HyperCLOVAXForCausalLM"}

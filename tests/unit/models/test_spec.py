@@ -11,9 +11,10 @@ from typing import Any, Final
 import pytest
 
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.models.catalog import load_spec, parse_spec, recommended_sampling
+from minisgl_backend.models.catalog import load_spec, parse_spec
 from minisgl_backend.models.common_fields import read_rope
 from minisgl_backend.models.config_json import ConfigReader, read_json
+from minisgl_backend.models.recommended_sampling import recommended_sampling
 from tests.unit.models.config_jsons import (
     LLAMA_3_1_8B,
     QWEN_3_0_6B,

@@ -40,6 +40,7 @@ from minisgl_backend.layers.quantized_matrix import Matrices
 from minisgl_backend.models.decoder_layers import (
     DecoderLayer,
     LayerNormLayer,
+    LayerParts,
     MakeExperts,
     ParallelLayer,
     PostNormLayer,
@@ -92,7 +93,7 @@ class _Body(nn.Module):
             "model.embed_tokens", spec.vocab_size, spec.hidden_size, group=group, matrices=matrices
         )
         self.layers = nn.ModuleList(
-            _layer(spec, layer, group, matrices, experts) for layer in spec.own_layers
+            _layer(LayerParts(spec, layer, group, matrices, experts)) for layer in spec.own_layers
         )
         self.layer_inputs: LayerInputsMaker | None = None
         if spec.layer_inputs is not None:
@@ -411,23 +412,18 @@ class Decoder(nn.Module):
         return is_small and MAX_BATCH_SIZE < num_tokens <= _PDL_TOKENS
 
 
-def _layer(
-    spec: ModelSpec,
-    layer: int,
-    group: Group,
-    matrices: Matrices,
-    experts: MakeExperts,
-) -> Layer:
+def _layer(parts: LayerParts) -> Layer:
+    spec, layer = parts.spec, parts.layer
     if layer == spec.num_layers:
-        return MTPLayer(spec, layer, group, matrices, experts)
+        return MTPLayer(parts)
     if spec.scaled_layers:
-        return Gemma4Layer(spec, layer, group, matrices, experts)
+        return Gemma4Layer(parts)
     if spec.single_parts:
-        return SinglePartLayer(spec, layer, group, matrices, experts)
+        return SinglePartLayer(parts)
     if spec.parallel_parts:
-        return ParallelLayer(spec, layer, group, matrices, experts)
+        return ParallelLayer(parts)
     if spec.centered_norms:
-        return LayerNormLayer(spec, layer, group, matrices, experts)
+        return LayerNormLayer(parts)
     if spec.norms_of(layer) == "before":
-        return DecoderLayer(spec, layer, group, matrices, experts)
-    return PostNormLayer(spec, layer, group, matrices, experts)
+        return DecoderLayer(parts)
+    return PostNormLayer(parts)

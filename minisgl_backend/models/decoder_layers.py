@@ -7,6 +7,7 @@ know the neighbouring layers, except for the norm of the next one, which kernels
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final, TypeAlias, cast
 
@@ -49,22 +50,32 @@ _RECURRENT: Final[Mapping[type[RecurrentSpec], tuple[str, _MakeRecurrent]]] = Ma
 """The name in the checkpoint of each kind of recurrent layers, and their module."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerParts:
+    """What the layer with the index ``layer`` of a model is made of: ``spec`` describes it,
+    ``matrices`` and ``experts`` make its modules, and ``group`` says which part a rank has."""
+
+    spec: ModelSpec
+    layer: int
+    group: Group
+    matrices: Matrices
+    experts: MakeExperts
+
+    @property
+    def name(self) -> str:
+        """The layer's in the checkpoint."""
+        return f"model.layers.{self.layer}"
+
+
 class _TwoPartLayer(nn.Module):
     """Token mixing and feed-forward, behind a norm of the layer's input."""
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        layer: int,
-        group: Group,
-        matrices: Matrices,
-        experts: MakeExperts,
-    ):
+    def __init__(self, parts: LayerParts):
         super().__init__()
-        self.input_layernorm = residual_norm(spec)
-        self._mixer_name, mixer = _token_mixer(spec, layer, group, matrices)
+        self.input_layernorm = residual_norm(parts.spec)
+        self._mixer_name, mixer = _token_mixer(parts)
         self.add_module(self._mixer_name, mixer)
-        self.mlp = _feed_forward(spec, layer, group, matrices, experts)
+        self.mlp = _feed_forward(parts)
 
     @property
     def first_norm(self) -> RMSNorm | None:
@@ -80,16 +91,9 @@ class _TwoPartLayer(nn.Module):
 class DecoderLayer(_TwoPartLayer):
     """Token mixing and feed-forward, each on the normalized residual stream and added to it."""
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        layer: int,
-        group: Group,
-        matrices: Matrices,
-        experts: MakeExperts,
-    ):
-        super().__init__(spec, layer, group, matrices, experts)
-        self.post_attention_layernorm = residual_norm(spec)
+    def __init__(self, parts: LayerParts):
+        super().__init__(parts)
+        self.post_attention_layernorm = residual_norm(parts.spec)
         self.input_layernorm.rounding = self.mixer.rounding
         self.post_attention_layernorm.rounding = self.mlp.rounding
 
@@ -110,24 +114,17 @@ class SinglePartLayer(nn.Module):
     """A layer that is only token mixing or only a feed-forward block, on the normalized residual
     stream and added to it, as in Nemotron-H. The other part is None."""
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        layer: int,
-        group: Group,
-        matrices: Matrices,
-        experts: MakeExperts,
-    ):
+    def __init__(self, parts: LayerParts):
         super().__init__()
-        self.input_layernorm = residual_norm(spec)
+        self.input_layernorm = residual_norm(parts.spec)
         self._mixer_name: str | None = None
         self.mlp: UngatedMLP | GatedMLP | ExpertsMLP | None = None
-        if spec.has_part(layer, "mixer"):
-            self._mixer_name, mixer = _token_mixer(spec, layer, group, matrices)
+        if parts.spec.has_part(parts.layer, "mixer"):
+            self._mixer_name, mixer = _token_mixer(parts)
             self.add_module(self._mixer_name, mixer)
             self.input_layernorm.rounding = mixer.rounding
         else:
-            feed_forward = _feed_forward(spec, layer, group, matrices, experts)
+            feed_forward = _feed_forward(parts)
             self.mlp = feed_forward
             self.input_layernorm.rounding = feed_forward.rounding
 
@@ -160,15 +157,9 @@ class PostNormLayer(nn.Module):
     addition to them (Gemma 3). Both norms and the residual add between them are one kernel
     (``add_normed``)."""
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        layer: int,
-        group: Group,
-        matrices: Matrices,
-        experts: MakeExperts,
-    ):
+    def __init__(self, parts: LayerParts):
         super().__init__()
+        spec = parts.spec
 
         def norm() -> RMSNorm:
             return RMSNorm(spec.hidden_size, spec.norm_eps, offset=spec.norm_offset)
@@ -177,14 +168,14 @@ class PostNormLayer(nn.Module):
             eps, scale = spec.output_norm_eps or spec.norm_eps, spec.branch_scale
             return RMSNorm(spec.hidden_size, eps, scale=scale, offset=spec.norm_offset)
 
-        has_both = spec.norms_of(layer) == "around"
+        has_both = spec.norms_of(parts.layer) == "around"
         self.input_layernorm = norm() if has_both else None
-        self._mixer_name, mixer = _token_mixer(spec, layer, group, matrices)
+        self._mixer_name, mixer = _token_mixer(parts)
         assert isinstance(mixer, (SelfAttention, ShortConv))  # others do not give their output
         self.add_module(self._mixer_name, mixer)
         self.post_attention_layernorm = output_norm()
         self.pre_feedforward_layernorm = norm() if has_both else None
-        self.mlp = _feed_forward(spec, layer, group, matrices, experts)
+        self.mlp = _feed_forward(parts)
         self.post_feedforward_layernorm = output_norm()
         if self.input_layernorm is not None and self.pre_feedforward_layernorm is not None:
             self.input_layernorm.rounding = mixer.rounding
@@ -217,33 +208,19 @@ class _SummedLayer(_TwoPartLayer):
 
     self_attn: SelfAttention
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        layer: int,
-        group: Group,
-        matrices: Matrices,
-        experts: MakeExperts,
-    ):
-        super().__init__(spec, layer, group, matrices, experts)
+    def __init__(self, parts: LayerParts):
+        super().__init__(parts)
         assert isinstance(self.mixer, SelfAttention)  # others add their output themselves
-        self._group = group
+        self._group = parts.group
 
 
 class LayerNormLayer(_SummedLayer):
     """Token mixing and feed-forward, each on a LayerNorm of the residual stream and added to it
     (StarCoder 2, Jais 2, Minitron). Each norm is complete before it is read."""
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        layer: int,
-        group: Group,
-        matrices: Matrices,
-        experts: MakeExperts,
-    ):
-        super().__init__(spec, layer, group, matrices, experts)
-        self.post_attention_layernorm = residual_norm(spec)
+    def __init__(self, parts: LayerParts):
+        super().__init__(parts)
+        self.post_attention_layernorm = residual_norm(parts.spec)
 
     def forward(
         self, residual: Tensor, x: Normed, next_norm: RMSNorm | None, step: StepContext
@@ -286,11 +263,11 @@ def residual_norm(spec: ModelSpec, scale: float = 1.0, *, offset: float | None =
     )
 
 
-def plain_mlp(
-    spec: ModelSpec, layer: int, group: Group, matrices: Matrices
-) -> GatedMLP | UngatedMLP:
+def plain_mlp(parts: LayerParts) -> GatedMLP | UngatedMLP:
     """A layer's feed-forward block of all tokens."""
-    name, sizes = f"model.layers.{layer}.mlp", (spec.hidden_size, spec.intermediate_size_of(layer))
+    spec, group, matrices = parts.spec, parts.group, parts.matrices
+    name = f"{parts.name}.mlp"
+    sizes = spec.hidden_size, spec.intermediate_size_of(parts.layer)
     if spec.gate is None:
         return UngatedMLP(
             name,
@@ -306,9 +283,10 @@ def plain_mlp(
 
 
 def _token_mixer(
-    spec: ModelSpec, layer: int, group: Group, matrices: Matrices
+    parts: LayerParts,
 ) -> tuple[str, SelfAttention | LatentAttention | RecurrentMixer | ParallelMixer]:
     """The name in the checkpoint of a layer's token mixing, and the module, by its kind."""
+    spec, layer, group, matrices = parts.spec, parts.layer, parts.group, parts.matrices
     if spec.recurrent is None or layer not in spec.recurrent.layers:
         if spec.latent is not None:
             return "self_attn", LatentAttention(spec, spec.latent, layer, group, matrices)
@@ -321,14 +299,8 @@ def _token_mixer(
     return "mixers", ParallelMixer(attention, mixer, name)
 
 
-def _feed_forward(
-    spec: ModelSpec,
-    layer: int,
-    group: Group,
-    matrices: Matrices,
-    experts: MakeExperts,
-) -> GatedMLP | UngatedMLP | ExpertsMLP:
-    moe = spec.moe
-    if moe is None or layer not in moe.layers:
-        return plain_mlp(spec, layer, group, matrices)
-    return experts(f"model.layers.{layer}.mlp", spec.hidden_size, moe.experts)
+def _feed_forward(parts: LayerParts) -> GatedMLP | UngatedMLP | ExpertsMLP:
+    spec, moe = parts.spec, parts.spec.moe
+    if moe is None or parts.layer not in moe.layers:
+        return plain_mlp(parts)
+    return parts.experts(f"{parts.name}.mlp", spec.hidden_size, moe.experts)

@@ -19,11 +19,9 @@ from minisgl_backend.layers.embedding import OutputHead, VocabEmbedding
 from minisgl_backend.layers.linear import RowLinear
 from minisgl_backend.layers.matrix import DenseMatrix
 from minisgl_backend.layers.norm import Normed, RMSNorm
-from minisgl_backend.layers.quantized_matrix import Matrices, QuantizedMatrix, rounded
-from minisgl_backend.models.decoder_layers import DecoderLayer, MakeExperts, residual_norm
-from minisgl_backend.models.spec import ModelSpec
+from minisgl_backend.layers.quantized_matrix import QuantizedMatrix, rounded
+from minisgl_backend.models.decoder_layers import DecoderLayer, LayerParts, residual_norm
 from minisgl_backend.models.token_mixing import StepContext
-from minisgl_backend.parallel.group import Group
 
 
 class GuessingLayer(Protocol):
@@ -66,25 +64,19 @@ class MTPLayer(DecoderLayer):
     read_layers: tuple[int, ...] = ()
     embedding: VocabEmbedding | None = None
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        layer: int,
-        group: Group,
-        matrices: Matrices,
-        experts: MakeExperts,
-    ):
-        super().__init__(spec, layer, group, matrices, experts)
+    def __init__(self, parts: LayerParts):
+        super().__init__(parts)
+        spec = parts.spec
         self.state_size = spec.hidden_size
         self.enorm = residual_norm(spec)
         self.hnorm = residual_norm(spec)
         self.eh_proj = RowLinear(
-            f"model.layers.{layer}.eh_proj",
+            f"{parts.name}.eh_proj",
             2 * spec.hidden_size,
             spec.hidden_size,
             bias=False,
-            group=group,
-            matrices=matrices,
+            group=parts.group,
+            matrices=parts.matrices,
         )
         self.shared_head = _Head(residual_norm(spec))
         self.rounded_head: QuantizedMatrix | None = None

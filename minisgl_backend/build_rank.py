@@ -29,7 +29,7 @@ from minisgl_backend.execution.ranks import RankExecutor
 from minisgl_backend.execution.stages import ExecutorLimits
 from minisgl_backend.kernels.linear_cut import takes_codes
 from minisgl_backend.models.adapter_slots import AdapterSlots
-from minisgl_backend.models.build import build_model
+from minisgl_backend.models.build import KernelChoices, build_model
 from minisgl_backend.models.decoder import Decoder
 from minisgl_backend.models.kernel_choice import (
     has_expert_kernels,
@@ -185,12 +185,14 @@ def _model(facts: Resolved, group: Group, progress: Progress) -> Decoder:
             max_sequence_length=facts.context,
             eagle=facts.layer_folder,
             seed=options.seed or 0,
-            fused_experts=fused_experts,
             whole_experts=options.expert_parallel,
-            keep_quantized=on_gpu,
-            keeps_experts=keeps_experts,
-            takes=takes if on_gpu else None,
             progress=progress,
+            kernels=KernelChoices(
+                fused_experts=fused_experts,
+                keep_quantized=on_gpu,
+                keeps_experts=keeps_experts,
+                takes=takes if on_gpu else None,
+            ),
         )
         model.pack()
         if on_gpu and not options.batch_invariant:

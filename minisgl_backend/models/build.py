@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -43,6 +44,27 @@ _EAGLE: Final = "eagle."
 _EXPERT: Final = re.compile(r".+\.experts\.\d+(?=\.)")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelChoices:
+    """What kernels compute, and which weights stay quantized for them.
+
+    ``fused`` and ``fused_experts``: computed by this package's kernels, by default on a GPU.
+    ``keep_quantized``: quantized weights stay quantized, on a GPU for this package's kernels, on a
+    CPU to be dequantized for each use; otherwise they are dequantized while they are loaded.
+    ``keeps_experts`` says in which formats experts' weights stay quantized, by default the same,
+    and ``takes`` in which sizes [out_features, in_features] others do, by default in all.
+    """
+
+    fused: bool | None = None
+    fused_experts: bool | None = None
+    keep_quantized: bool = False
+    keeps_experts: Callable[[WeightFormat], bool] | None = None
+    takes: Callable[[WeightFormat, int, int], bool] | None = None
+
+
+BY_DEVICE: Final = KernelChoices()
+
+
 def build_model(
     spec: ModelSpec,
     folder: Path,
@@ -54,12 +76,8 @@ def build_model(
     max_sequence_length: int | None = None,
     eagle: Path | None = None,
     seed: int = 0,
-    fused: bool | None = None,
-    fused_experts: bool | None = None,
     whole_experts: bool = False,
-    keep_quantized: bool = False,
-    keeps_experts: Callable[[WeightFormat], bool] | None = None,
-    takes: Callable[[WeightFormat, int, int], bool] | None = None,
+    kernels: KernelChoices = BY_DEVICE,
     progress: Progress = unseen,
 ) -> Decoder:
     """This rank's part of the model in ``folder``.
@@ -67,28 +85,23 @@ def build_model(
     ``load_format`` ``auto`` reads safetensors; ``dummy`` makes random weights from ``seed`` and
     reads none. ``max_sequence_length`` bounds the positions, by default to the model's context.
     ``eagle`` is the folder of an EAGLE-3 layer, if the spec has one.
-    ``fused`` and ``fused_experts``: computed by this package's kernels, by default on a GPU.
     ``whole_experts``: each rank has some of a layer's experts, rather than a slice of each.
-    ``keep_quantized``: quantized weights stay quantized, on a GPU for this package's kernels, on a
-    CPU to be dequantized for each use; otherwise they are dequantized while they are loaded.
-    ``keeps_experts`` says in which formats experts' weights stay quantized, by default the same,
-    and ``takes`` in which sizes [out_features, in_features] others do, by default in all.
     Raises ``ConfigError`` if the checkpoint does not fit the spec.
     """
     on_gpu = device.type == "cuda"
     matrices = Matrices(
         _format_of(spec, folder, load_format),
-        keep_quantized=keep_quantized,
-        keeps_experts=keeps_experts or (lambda form: keep_quantized),
-        fused=on_gpu if fused is None else fused,
-        takes=takes or (lambda form, out_features, in_features: True),
+        keep_quantized=kernels.keep_quantized,
+        keeps_experts=kernels.keeps_experts or (lambda form: kernels.keep_quantized),
+        fused=on_gpu if kernels.fused is None else kernels.fused,
+        takes=kernels.takes or (lambda form, out_features, in_features: True),
     )
     with torch.device("meta"):
         model = Decoder(
             spec,
             group,
             matrices=matrices,
-            fused_experts=on_gpu if fused_experts is None else fused_experts,
+            fused_experts=on_gpu if kernels.fused_experts is None else kernels.fused_experts,
             whole_experts=whole_experts,
         )
     _cast(model, dtype)

@@ -28,7 +28,7 @@ from minisgl_backend.execution.storage import KVStorage
 from minisgl_backend.kernels.paged_kv import KVScale
 from minisgl_backend.kernels.quantized import FP8_MAX
 from minisgl_backend.models.adapter_slots import AdapterSlots
-from minisgl_backend.models.build import build_model
+from minisgl_backend.models.build import KernelChoices, build_model
 from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.models.decoder import Decoder
 from minisgl_backend.models.eagle_checkpoint import load_eagle
@@ -79,8 +79,7 @@ def load_model(
         device=torch.device("cpu"),
         group=group or OneRank(),
         max_sequence_length=context,
-        fused=fused,
-        keep_quantized=keep_quantized,
+        kernels=KernelChoices(fused=fused, keep_quantized=keep_quantized),
     )
 
 

@@ -19,7 +19,7 @@ from minisgl_backend.layers.matrix import DenseMatrix
 from minisgl_backend.layers.quantized_matrix import QuantizedMatrix
 from minisgl_backend.model_check import checked_spec
 from minisgl_backend.models.adapter_slots import AdapterSlots
-from minisgl_backend.models.build import build_model
+from minisgl_backend.models.build import KernelChoices, build_model
 from minisgl_backend.models.checkpoint import check_weights, weight_files
 from minisgl_backend.models.mtp import MTPLayer
 from minisgl_backend.models.spec import ModelSpec
@@ -181,7 +181,7 @@ def test_quantized_checkpoints(case: str, tmp_path: Path) -> None:
             device=CPU,
             group=OneRank(),
             load_format=load_format,
-            keep_quantized=True,
+            kernels=KernelChoices(keep_quantized=True),
         )
         assert isinstance(model.mtp, MTPLayer) and isinstance(model.mtp.mixer, SelfAttention)
         assert isinstance(model.mtp.mixer.o_proj.matrix, QuantizedMatrix)

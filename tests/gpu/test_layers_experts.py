@@ -13,7 +13,7 @@ from torch import Tensor
 from minisgl_backend.kernels.dispatch import is_interpreted
 from minisgl_backend.layers.experts import ExpertsMLP
 from minisgl_backend.layers.norm import Normed, RMSNorm
-from minisgl_backend.models.build import build_model
+from minisgl_backend.models.build import KernelChoices, build_model
 from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.models.kernel_choice import has_expert_kernels
 from minisgl_backend.parallel.group import OneRank
@@ -74,9 +74,11 @@ def test_layers_behind_kernels(
         group=OneRank(),
         load_format="dummy",
         max_sequence_length=CONTEXT,
-        keep_quantized=True,
-        fused_experts=True,
-        keeps_experts=lambda form: has_expert_kernels(form, spec, 1),
+        kernels=KernelChoices(
+            keep_quantized=True,
+            fused_experts=True,
+            keeps_experts=lambda form: has_expert_kernels(form, spec, 1),
+        ),
     )
     modules = [module for module in model.modules() if isinstance(module, ExpertsMLP)]
     module, norm, kernels = modules[-1], RMSNorm(hidden_size, 1e-6), HopperExperts(device)

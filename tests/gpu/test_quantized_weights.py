@@ -23,7 +23,7 @@ from minisgl_backend.layers.experts import ExpertsMLP
 from minisgl_backend.layers.quantized_matrix import QuantizedMatrix
 from minisgl_backend.layers.router import Router
 from minisgl_backend.models.adapter_slots import AdapterShape, AdapterSlots
-from minisgl_backend.models.build import build_model
+from minisgl_backend.models.build import KernelChoices, build_model
 from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.models.kernel_choice import has_expert_kernels, use_tensor_cores
 from minisgl_backend.models.spec import ModelSpec
@@ -56,8 +56,7 @@ def test_weights_are_those_of_a_cpu(case: str, device: torch.device, tmp_path: P
                 dtype=torch.bfloat16,
                 device=place,
                 group=OneRank(),
-                fused=False,
-                keep_quantized=keep_quantized,
+                kernels=KernelChoices(fused=False, keep_quantized=keep_quantized),
             )
             for place in (torch.device("cpu"), device)
         )
@@ -100,7 +99,7 @@ def test_kept_weights_give_the_logits_of_dequantized_ones(
             group=OneRank(),
             load_format="dummy",
             max_sequence_length=512,
-            keep_quantized=keep_quantized,
+            kernels=KernelChoices(keep_quantized=keep_quantized),
         )
         shape = model.spec.attention_shape(1)
         storage = KVStorage(
@@ -160,8 +159,7 @@ def test_kept_experts_give_the_logits_of_dequantized_ones(
             group=OneRank(),
             load_format="dummy",
             max_sequence_length=512,
-            keep_quantized=False,
-            keeps_experts=keeps if kept else None,
+            kernels=KernelChoices(keep_quantized=False, keeps_experts=keeps if kept else None),
         )
         shape_of_pages = model.spec.attention_shape(1)
         storage = KVStorage(

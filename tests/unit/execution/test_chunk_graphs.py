@@ -36,7 +36,7 @@ from minisgl_backend.execution.states import CapturedChecks, CapturedRuns, State
 from minisgl_backend.execution.storage import KVStorage
 from minisgl_backend.kernels.rows import StepInputs, begin_decode
 from minisgl_backend.kernels.settle import Settling
-from minisgl_backend.models.build import build_model
+from minisgl_backend.models.build import KernelChoices, build_model
 from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.models.decoder import LayersOutput
 from minisgl_backend.parallel.group import OneRank
@@ -154,7 +154,7 @@ class Layers:
             device=cpu,
             group=OneRank(),
             max_sequence_length=CONTEXT,
-            fused=True,
+            kernels=KernelChoices(fused=True),
         )
         self.storage = KVStorage(
             shape, num_pages=NUM_PAGES, page_size=PAGE_SIZE, dtype=torch.float32, device=cpu

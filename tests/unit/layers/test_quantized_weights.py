@@ -31,7 +31,7 @@ from minisgl_backend.layers.stored_weight import StoredWeight
 from minisgl_backend.layers.weight_place import ReadTensor, Share, collect_places
 from minisgl_backend.layers.weight_share import WeightShare, block_of
 from minisgl_backend.model_check import checked_spec
-from minisgl_backend.models.build import build_model
+from minisgl_backend.models.build import KernelChoices, build_model
 from minisgl_backend.models.catalog import load_spec, parse_spec
 from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.decoder import Decoder
@@ -632,7 +632,7 @@ def test_modules_that_the_tool_left_plain_are_plain(
         del tensors[f"{Q_PROJ}.{part}"]
     tensors[f"{Q_PROJ}.weight"] = number
     save_file(tensors, tmp_path / "model.safetensors")
-    qkv = _build(tmp_path, keep_quantized=True).get_parameter(
+    qkv = _build(tmp_path, kernels=KernelChoices(keep_quantized=True)).get_parameter(
         "model.layers.1.self_attn.qkv_proj.matrix.weight"
     )
     assert torch.equal(qkv[:128], number)
@@ -651,7 +651,7 @@ def test_weights_of_sizes_that_kernels_do_not_take_are_dequantized(
         sizes.add((out_features, in_features))
         return in_features == load_spec(folder).intermediate_size
 
-    model = _build(folder, keep_quantized=True, takes=takes)
+    model = _build(folder, kernels=KernelChoices(keep_quantized=True, takes=takes))
     plain = _build(folder)
     assert len({width for _, width in sizes}) > 1
     for name, matrix in model.named_modules():
@@ -677,8 +677,8 @@ def test_dummy_weights_of_ranks_are_slices_of_one_model(
     """Kept weights have the same slices as dequantized ones."""
 
     def down(group: Group, keep: bool) -> Tensor:
-        options = {"load_format": "dummy", "seed": 3, "keep_quantized": keep}
-        model = _build(checkpoints(case), group, **options)
+        kernels = KernelChoices(keep_quantized=keep)
+        model = _build(checkpoints(case), group, load_format="dummy", seed=3, kernels=kernels)
         name = "model.layers.1.mlp." + ("memory.down" if "moe" in case else "down_proj.matrix")
         if not keep:
             return model.get_parameter(name if "moe" in case else f"{name}.weight").data
@@ -1114,7 +1114,7 @@ def test_only_plain_weights_are_converted(checkpoints: Callable[[str], Path]) ->
         dtype=torch.float32,
         device=CPU,
         group=OneRank(),
-        keep_quantized=True,
+        kernels=KernelChoices(keep_quantized=True),
     )
     codes = {name for name, value in kept.named_parameters() if value.dtype == torch.float8_e4m3fn}
     assert len(codes) == 2 * 4
@@ -1134,8 +1134,9 @@ def test_weights_of_sizes_that_kernels_do_not_take_are_not_converted(
             dtype=torch.float32,
             device=CPU,
             group=OneRank(),
-            keep_quantized=True,
-            takes=lambda form, out_features, in_features: False,
+            kernels=KernelChoices(
+                keep_quantized=True, takes=lambda form, out_features, in_features: False
+            ),
         )
         return dict(model.named_parameters())
 
@@ -1171,7 +1172,7 @@ def test_all_inputs_of_mamba_are_converted(case: str, tmp_path: Path) -> None:
         dtype=torch.float32,
         device=CPU,
         group=OneRank(),
-        keep_quantized=True,
+        kernels=KernelChoices(keep_quantized=True),
     )
     mixers = [module for module in model.modules() if isinstance(module, MambaMixer)]
     assert mixers and all(isinstance(mixer.in_proj.matrix, QuantizedMatrix) for mixer in mixers)
@@ -1191,7 +1192,7 @@ def test_what_stays_plain_anyway_is_not_converted(case: str, tmp_path: Path) -> 
             dtype=torch.float32,
             device=CPU,
             group=OneRank(),
-            keep_quantized=True,
+            kernels=KernelChoices(keep_quantized=True),
         )
         found: list[Tensor] = []
         for module in model.modules():

@@ -63,7 +63,7 @@ from minisgl_backend.layers.norm import Normed
 from minisgl_backend.models import kernel_choice
 from minisgl_backend.models.adapter_files import open_adapter
 from minisgl_backend.models.adapter_slots import AdapterSlots
-from minisgl_backend.models.build import build_model
+from minisgl_backend.models.build import KernelChoices, build_model
 from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.models.decoder import Decoder
 from minisgl_backend.models.gemma4_layer import ExpertsBeside
@@ -126,11 +126,13 @@ def load(
         device=CPU,
         group=group,
         max_sequence_length=CONTEXT,
-        fused=fused,
-        fused_experts=fused,
         whole_experts=whole_experts,
-        keep_quantized=spec is not None,
-        keeps_experts=keeps_experts,
+        kernels=KernelChoices(
+            fused=fused,
+            fused_experts=fused,
+            keep_quantized=spec is not None,
+            keeps_experts=keeps_experts,
+        ),
     )
     model.bind_pages(pages_of(model))
     return model
@@ -822,9 +824,10 @@ def test_experts_beside_a_block_behind_kernels(
             group=group,
             load_format="dummy",
             max_sequence_length=CONTEXT,
-            fused_experts=True,
             whole_experts=whole_experts,
-            keeps_experts=lambda form: has_expert_kernels(form, spec, parts),
+            kernels=KernelChoices(
+                fused_experts=True, keeps_experts=lambda form: has_expert_kernels(form, spec, parts)
+            ),
         )
         beside = [module for module in model.modules() if isinstance(module, ExpertsBeside)]
         assert len(beside) == spec.num_layers
@@ -879,9 +882,10 @@ def test_experts_of_other_kinds_behind_kernels(
             group=group,
             load_format="dummy",
             max_sequence_length=CONTEXT,
-            fused_experts=True,
             whole_experts=whole_experts,
-            keeps_experts=lambda form: has_expert_kernels(form, spec, parts),
+            kernels=KernelChoices(
+                fused_experts=True, keeps_experts=lambda form: has_expert_kernels(form, spec, parts)
+            ),
         )
         modules = [module for module in model.modules() if isinstance(module, ExpertsMLP)]
         made: Any = TwinExperts()
@@ -927,9 +931,11 @@ def test_a_shared_expert_is_one_more_choice_of_few_tokens(
             group=group,
             load_format="dummy",
             max_sequence_length=CONTEXT,
-            keep_quantized=True,
-            fused_experts=True,
-            keeps_experts=lambda form: has_expert_kernels(form, spec, size),
+            kernels=KernelChoices(
+                keep_quantized=True,
+                fused_experts=True,
+                keeps_experts=lambda form: has_expert_kernels(form, spec, size),
+            ),
         )
         modules = [layer.mlp for layer in model.layers if isinstance(layer.mlp, ExpertsMLP)]
         made: Any = TwinExperts()

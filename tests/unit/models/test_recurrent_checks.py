@@ -15,7 +15,7 @@ from minisgl_backend.kernels.layer_states import LayerStates
 from minisgl_backend.kernels.paged_kv import PagedKV
 from minisgl_backend.kernels.rope_store import TokenPlaces
 from minisgl_backend.layers.norm import Normed, RMSNorm
-from minisgl_backend.models.build import build_model
+from minisgl_backend.models.build import KernelChoices, build_model
 from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.models.recurrent_mixer import RecurrentMixer
 from minisgl_backend.models.recurrent_spec import DeltaSpec
@@ -62,11 +62,10 @@ def check_first_layer(folder: Path, group: Group) -> None:
         device=CPU,
         group=group,
         max_sequence_length=CONTEXT,
-        fused=False,
-        fused_experts=False,
         whole_experts=False,
-        keep_quantized=False,
-        keeps_experts=None,
+        kernels=KernelChoices(
+            fused=False, fused_experts=False, keep_quantized=False, keeps_experts=None
+        ),
     )
     mixer = next(of for of in model.modules() if isinstance(of, RecurrentMixer))
     norm = RMSNorm(spec.hidden_size, 1e-5)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.layers.weight_place import WeightPlace, collect_places
 from minisgl_backend.models import weights
-from minisgl_backend.models.build import build_model, weight_bytes
+from minisgl_backend.models.build import KernelChoices, build_model, weight_bytes
 from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.models.decoder import Decoder
 from minisgl_backend.parallel.group import Group, OneRank
@@ -327,7 +327,12 @@ def test_an_mlp_that_is_an_expert_too_counts_once(tmp_path: Path) -> None:
     values["shared_expert_intermediate_size"] = values["moe_intermediate_size"]
     (tmp_path / "config.json").write_text(json.dumps(values))
     apart, within = (
-        _build(tmp_path, load_format="dummy", fused_experts=fused) for fused in (False, True)
+        _build(
+            tmp_path,
+            load_format="dummy",
+            kernels=KernelChoices(fused_experts=fused),
+        )
+        for fused in (False, True)
     )
     assert sum(one.nbytes for one in apart.parameters()) == weight_bytes(apart)
     assert sum(one.nbytes for one in within.parameters()) > weight_bytes(within)

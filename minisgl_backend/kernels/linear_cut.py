@@ -370,7 +370,7 @@ def takes_codes(height: int, in_features: int) -> bool:
 def gains_alone(height: int, in_features: int) -> bool:
     """Whether these GEMMs are faster for a plain weight, even if norms and residual adds around
     them are separate kernels. For one row another kernel may be faster still
-    (``small_batch.is_faster_for_a_row``). Found on an H200 with Gemma 4 E4B, 26B-A4B and 31B."""
+    (``small_batch.is_faster_for_a_token``). Found on an H200 with Gemma 4 E4B, 26B-A4B and 31B."""
     return height * in_features >= _LEAST_ALONE
 
 

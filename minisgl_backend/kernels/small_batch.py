@@ -1,4 +1,4 @@
-"""Linear layers of batches up to 8: weights are streamed once; norm, gate and residual are fused.
+"""Linear layers of up to 8 tokens: weights are streamed once; norm, gate and residual are fused.
 
 At these sizes a GEMM is bound by reading the weight. A program takes a few whole rows of it at a
 time, so that all its loads are in flight at once. The norm before the GEMM, the gate after it and
@@ -20,34 +20,34 @@ from minisgl_backend.kernels.activation import open_gates_reference
 from minisgl_backend.kernels.dispatch import use_triton
 from minisgl_backend.kernels.rms_norm import rms_norm, rms_norm_reference
 
-MAX_BATCH_SIZE: Final = 8
+MAX_TOKENS: Final = 8
 
 _LEAST_ELEMENTS: Final = 16 * 2**20
 _MOST_IN_FEATURES: Final = 5120
 _MOST_ALONE: Final = 24 * 2**20
 _MOST_IN_FEATURES_ALONE: Final = 8192
-"""Bounds of ``is_faster_for_a_row``: of weights that gain even if tensor cores would fuse a norm or
-an add, and of smaller ones that gain if these would not."""
+"""Bounds of ``is_faster_for_a_token``: of weights that gain even if tensor cores would fuse a norm
+or an add, and of smaller ones that gain if these would not."""
 
 _MOST_FOLDED_IN_FEATURES: Final = 2048
 _LEAST_NORMALIZED_OUT_FEATURES: Final = 2**16
 """The fewest out_features of a weight that ``normalizes_before``."""
 
 
-def is_faster(batch_size: int, in_features: int, *, gated: bool = False) -> bool:
+def is_faster(num_tokens: int, in_features: int, *, gated: bool = False) -> bool:
     """Whether this beats the library's GEMM with separate kernels around it, on an H200.
 
-    It does for up to ``MAX_BATCH_SIZE`` rows, except for wide gated layers of two rows or more.
+    It does for up to ``MAX_TOKENS``, except for wide gated layers of two tokens or more.
     """
-    if batch_size > MAX_BATCH_SIZE:
+    if num_tokens > MAX_TOKENS:
         return False
-    return batch_size == 1 or not gated or in_features <= 2048
+    return num_tokens == 1 or not gated or in_features <= 2048
 
 
-def is_faster_for_a_row(
+def is_faster_for_a_token(
     out_features: int, in_features: int, *, gated: bool = False, alone: bool = False
 ) -> bool:
-    """Whether one row times a plain weight is faster here than on tensor cores (H200). ``alone``:
+    """Whether one token times a plain weight is faster here than on tensor cores (H200). ``alone``:
     they do not save the kernels for norms and residual adds."""
     elements = out_features * in_features
     if alone and elements < _MOST_ALONE and in_features <= _MOST_IN_FEATURES_ALONE:
@@ -55,15 +55,15 @@ def is_faster_for_a_row(
     return not gated and elements >= _LEAST_ELEMENTS and in_features <= _MOST_IN_FEATURES
 
 
-def normalizes_before(num_rows: int, out_features: int, in_features: int) -> bool:
+def normalizes_before(num_tokens: int, out_features: int, in_features: int) -> bool:
     """Whether a separate kernel for the norm is faster than the norm in the GEMM.
 
     It is for the output heads of large vocabularies, whose many programs would each normalize the
-    rows. On an H200 the head of gpt-oss-20b takes 391 us with the norm in the GEMM and 257 us with
-    a separate kernel for one row, that of Qwen3-30B-A3B 157 us and 144 us for two rows. One short
-    row is normalized as fast as it is read.
+    tokens. On an H200 the head of gpt-oss-20b takes 391 us for one token with the norm in the GEMM,
+    and 257 us with a separate kernel; that of Qwen3-30B-A3B takes 157 us and 144 us for two. One
+    short token is normalized as fast as it is read.
     """
-    is_short = num_rows == 1 and in_features <= _MOST_FOLDED_IN_FEATURES
+    is_short = num_tokens == 1 and in_features <= _MOST_FOLDED_IN_FEATURES
     return out_features >= _LEAST_NORMALIZED_OUT_FEATURES and not is_short
 
 
@@ -81,11 +81,11 @@ def small_batch_linear(
 ) -> Tensor:
     """x W^T + bias,  norm(x) W^T,  gate(x G^T) * (x U^T),  residual + x W^T,  or a combination.
 
-    ``x`` [batch_size, in_features], at most ``MAX_BATCH_SIZE`` rows; ``weight`` [out_features,
+    ``x`` [num_tokens, in_features], at most ``MAX_TOKENS``; ``weight`` [out_features,
     in_features]. With a ``gate`` its first half is G, its second half the up U, and the result is
     half as wide. With ``norm_weight`` [in_features] x is normalized first (RMSNorm with
     ``eps``). ``squares`` [tiles, 1] complete a norm that is half done (``cuda.linear``), for a
-    single row only. ``residual`` [batch_size, out_features] is updated in place and returned.
+    single token only. ``residual`` [num_tokens, out_features] is updated in place and returned.
     """
     if not use_triton(x):
         return small_batch_linear_reference(

@@ -1,4 +1,4 @@
-"""Linear layers of 9 to a few hundred rows, for which the library's GEMMs are slow.
+"""Linear layers of 9 to a few hundred tokens, for which the library's GEMMs are slow.
 
 For weights of a few million elements the library leaves much of the GPU idle. Here a GEMM is cut
 into about as many tiles as there are multiprocessors. If its output is too small for that, it is
@@ -20,8 +20,8 @@ from minisgl_backend.kernels.activation import open_gates_reference
 from minisgl_backend.kernels.dispatch import use_triton
 from minisgl_backend.kernels.rms_norm import rms_norm_reference
 
-MAX_BATCH_SIZE: Final = 128
-"""Up to this many rows, ``wide_linear`` beats the library on an H200; ``linear_parts`` does up to
+MAX_TOKENS: Final = 128
+"""Up to this many tokens, ``wide_linear`` beats the library on an H200; ``linear_parts`` does up to
 twice as many."""
 
 _MAX_ELEMENTS: Final = 8 * 2**20
@@ -41,22 +41,22 @@ class Tiling:
     splits: int = 1
 
 
-def tiling(num_rows: int, *, gated: bool = False, parts: bool = False) -> Tiling:
-    """The cut for ``num_rows`` rows of x."""
-    splits = 1 if not parts else 4 if num_rows <= 128 else 2
-    if num_rows <= 32:
-        rows = 16 if num_rows <= 16 else 32
+def tiling(num_tokens: int, *, gated: bool = False, parts: bool = False) -> Tiling:
+    """The cut for ``num_tokens``."""
+    splits = 1 if not parts else 4 if num_tokens <= 128 else 2
+    if num_tokens <= 32:
+        rows = 16 if num_tokens <= 16 else 32
         return Tiling(rows, 64, 128, True, 4, splits=splits)
-    if num_rows <= 64 and (gated or parts):
+    if num_tokens <= 64 and (gated or parts):
         block, stages = (64, 5) if parts else (128, 4)
         return Tiling(64, 32, block, False, stages, splits=splits)
-    if num_rows <= 128 and (gated or parts):
+    if num_tokens <= 128 and (gated or parts):
         return Tiling(64, 64, 64, False, 5, splits=splits)
     return Tiling(64, 64, 128, parts, 4, splits=splits)
 
 
 def is_faster(
-    num_rows: int,
+    num_tokens: int,
     out_features: int,
     in_features: int,
     *,
@@ -64,10 +64,10 @@ def is_faster(
     parts: bool = False,
 ) -> bool:
     """Whether a GEMM of these sizes can be computed here, and beats the library."""
-    most = 2 * MAX_BATCH_SIZE if parts else MAX_BATCH_SIZE
-    if num_rows > most or out_features * in_features > _MAX_ELEMENTS:
+    most = 2 * MAX_TOKENS if parts else MAX_TOKENS
+    if num_tokens > most or out_features * in_features > _MAX_ELEMENTS:
         return False
-    cut = tiling(num_rows, gated=gated, parts=parts)
+    cut = tiling(num_tokens, gated=gated, parts=parts)
     return out_features % cut.columns == 0 and in_features % (cut.splits * cut.block) == 0
 
 
@@ -81,9 +81,9 @@ def wide_linear(
 ) -> Tensor:
     """x W^T + bias, or with a ``gate``, gate(x G^T) * (x U^T): W holds G and then U.
 
-    ``x`` [num_rows, in_features], rows may be strided; ``weight`` [out_features, in_features], or
+    ``x`` [num_tokens, in_features], rows may be strided; ``weight`` [out_features, in_features], or
     twice as many rows with a ``gate``; only sizes for which ``is_faster``. Returns
-    [num_rows, out_features].
+    [num_tokens, out_features].
     """
     if not use_triton(x):
         return wide_linear_reference(x, weight, bias=bias, gate=gate)
@@ -105,7 +105,7 @@ def wide_linear_reference(
 
 
 def linear_parts(x: Tensor, weight: Tensor, *, pdl: bool = False) -> Tensor:
-    """float32 [splits, num_rows, out_features], whose sum over the first dimension is x W^T."""
+    """float32 [splits, num_tokens, out_features], whose sum over the first dimension is x W^T."""
     cut = tiling(len(x), parts=True)
     if not use_triton(x):
         return linear_parts_reference(x, weight, cut.splits)
@@ -132,7 +132,7 @@ def add_rms_norm_parts(
 ) -> Tensor:
     """residual += sum of ``parts`` + bias, in place; returns RMSNorm of it, rounded to its dtype.
 
-    ``parts`` float32 [splits, num_rows, hidden_size]; ``residual`` [num_rows, hidden_size];
+    ``parts`` float32 [splits, num_tokens, hidden_size]; ``residual`` [num_tokens, hidden_size];
     ``weight`` and ``bias`` [hidden_size].
     """
     if not use_triton(parts):

@@ -22,7 +22,7 @@ from minisgl_backend.kernels.adapters import (
     AdapterMemory,
     AdaptersShape,
 )
-from minisgl_backend.kernels.small_batch import is_faster_for_a_row
+from minisgl_backend.kernels.small_batch import is_faster_for_a_token
 from minisgl_backend.layers.norm import Normed, RMSNorm, add_sum
 from minisgl_backend.layers.quantized_matrix import Matrices
 from minisgl_backend.layers.weight_place import (
@@ -75,7 +75,7 @@ class MergedColumnLinear(nn.Module):
             kernels,
             gate=gate,
             adapters=adapters_shape(self),
-            streams_a_row=is_faster_for_a_row(
+            streams_a_row=is_faster_for_a_token(
                 matrix.out_features, matrix.in_features, gated=gate is not None
             ),
         )

@@ -397,12 +397,12 @@ class DenseMatrix(Matrix):
         return None
 
     def _is_small(self, num_tokens: int) -> bool:
-        return self._fused and num_tokens <= small_batch.MAX_BATCH_SIZE
+        return self._fused and num_tokens <= small_batch.MAX_TOKENS
 
     def _is_wide(self, num_tokens: int) -> bool:
         # its tensor cores would round float32 to tf32
         is_16_bit = self.weight.element_size() == 2
-        return self._fused and is_16_bit and num_tokens > small_batch.MAX_BATCH_SIZE
+        return self._fused and is_16_bit and num_tokens > small_batch.MAX_TOKENS
 
     def place(self, part: str) -> Place:
         form, weight = self._formats.get(part), self.weight.data

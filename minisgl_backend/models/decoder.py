@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minisgl_backend.attention.base import Attend
+from minisgl_backend.kernels import small_batch
 from minisgl_backend.kernels.activation import soft_cap
 from minisgl_backend.kernels.adapters import AdaptedTokens
 from minisgl_backend.kernels.dispatch import can_start_early
@@ -30,7 +31,6 @@ from minisgl_backend.kernels.layer_states import LayerStates
 from minisgl_backend.kernels.linear_cut import MAX_TOKENS
 from minisgl_backend.kernels.paged_kv import PagedKV
 from minisgl_backend.kernels.rope_store import TokenPlaces
-from minisgl_backend.kernels.small_batch import MAX_BATCH_SIZE
 from minisgl_backend.layers.embedding import OutputHead, VocabEmbedding
 from minisgl_backend.layers.experts import ExpertsMLP
 from minisgl_backend.layers.feed_forward import GatedMLP
@@ -409,7 +409,7 @@ class Decoder(nn.Module):
         if num_tokens == 1:
             return self.spec.hidden_size <= _PDL_HIDDEN_SIZE_OF_A_TOKEN
         is_small = self.spec.hidden_size <= _PDL_HIDDEN_SIZE
-        return is_small and MAX_BATCH_SIZE < num_tokens <= _PDL_TOKENS
+        return is_small and small_batch.MAX_TOKENS < num_tokens <= _PDL_TOKENS
 
 
 def _layer(parts: LayerParts) -> Layer:

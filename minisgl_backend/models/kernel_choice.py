@@ -18,7 +18,7 @@ from torch import nn
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.gates import Gate
 from minisgl_backend.kernels import expert_cut, linear_cut
-from minisgl_backend.kernels.small_batch import is_faster_for_a_row
+from minisgl_backend.kernels.small_batch import is_faster_for_a_token
 from minisgl_backend.layers.experts import ExpertsMLP
 from minisgl_backend.layers.linear import MergedColumnLinear, RowLinear, adapters_shape
 from minisgl_backend.layers.matrix import DenseMatrix, Matrix
@@ -110,7 +110,7 @@ def _use_separately(layer: nn.Module, kernels_for: Callable[[int], TensorCores])
             kernels_for(of_this),
             gate=gate,
             adapters=adapters_shape(linear),
-            streams_a_row=is_faster_for_a_row(
+            streams_a_row=is_faster_for_a_token(
                 matrix.out_features, matrix.in_features, gated=gate is not None, alone=True
             ),
         )

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minisgl_backend.kernels import small_batch
 from minisgl_backend.kernels.activation import open_gates, open_gates_reference
 from minisgl_backend.kernels.embedding import embedding, embedding_reference
 from minisgl_backend.kernels.float8_rows import float8_rows
@@ -36,7 +37,6 @@ from minisgl_backend.kernels.sampling_rule import sample_reference
 from minisgl_backend.kernels.sampling_table import Samples, SamplingTable
 from minisgl_backend.kernels.sampling_workspace import SamplingWorkspace
 from minisgl_backend.kernels.small_batch import (
-    MAX_BATCH_SIZE,
     small_batch_linear,
     small_batch_linear_reference,
 )
@@ -129,7 +129,11 @@ def linear_cases(shape: Shape, batch_size: int) -> Iterator[Case]:
             "gated": kind == "gated",
             "residual": residual,
         }
-        ours = each(small_batch_linear, weights, **fused) if batch_size <= MAX_BATCH_SIZE else []
+        ours = (
+            each(small_batch_linear, weights, **fused)
+            if batch_size <= small_batch.MAX_TOKENS
+            else []
+        )
         twin = each(small_batch_linear_reference, weights[:2], **fused)
         yield Case(name, num_bytes, ours, twin, each(F.linear, weights))
 

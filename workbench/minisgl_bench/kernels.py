@@ -19,7 +19,7 @@ import torch
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.kernels.dispatch import has_triton
-from minisgl_backend.kernels.small_batch import MAX_BATCH_SIZE
+from minisgl_backend.kernels.small_batch import MAX_TOKENS
 from minisgl_bench.kernel_adapters import adapter_cases
 from minisgl_bench.kernel_attention import attention_cases, layer_cases
 from minisgl_bench.kernel_cases import (
@@ -101,7 +101,7 @@ def cases(model: str, batch_size: int, context: int) -> Iterator[Case]:
     yield from elementwise_cases(shape, batch_size)
     yield from adapter_cases(shape, batch_size)
     yield from attention_cases(shape, batch_size, context)
-    if batch_size <= MAX_BATCH_SIZE:
+    if batch_size <= MAX_TOKENS:
         yield from layer_cases(shape, batch_size, context)
     if model == "qwen3-0.6b":
         yield from sampling_cases(shape, batch_size)

@@ -14,7 +14,7 @@ from minisgl_bench.perf_analyzer_binary import find_perf_analyzer
 from tests.docs.markdown import Page
 
 PAGE = Page(Path(__file__).parents[2] / "docs" / "benchmarks.md")
-RECIPES = [block.text for block in PAGE.blocks if "\nperf_analyzer" in block.text]
+RECIPES = [block.text for block in PAGE.blocks if "\nperf_analyzer -m" in block.text]
 
 
 @pytest.mark.server

@@ -23,13 +23,8 @@ from tests.server.client import Call, Metrics, Refused
 from tests.server.test_supervision import PATIENCE_S, Supervised
 from tests.waiting import wait_until
 
-OPTIONS = {
-    "tensor_parallel_size": "2",
-    "dtype": "float64",
-    "num_pages": "512",
-    "distributed_timeout_s": "5",
-    "drain_timeout_s": "1",
-}
+OF_ANY_ENGINE = {"dtype": "float64", "num_pages": "512", "drain_timeout_s": "1"}
+OPTIONS = {**OF_ANY_ENGINE, "tensor_parallel_size": "2", "distributed_timeout_s": "5"}
 PROMPTS = [list(range(3, 60, 2)), list(range(100, 130)), [*range(3, 60, 2), 7, 8, 9]]
 SAMPLING: list[dict[str, Any]] = [
     {"max_tokens": 16, "temperature": 0.0},
@@ -76,8 +71,7 @@ def rank_1(world: Supervised) -> int:
 
 def expected_tokens() -> list[list[int]]:
     """What a one-rank engine in this process answers to the prompts."""
-    options = {**OPTIONS, "tensor_parallel_size": 1, "device": "cpu"}
-    engine = build_engine(EngineOptions.from_mapping(options))
+    engine = build_engine(EngineOptions.from_mapping({**OF_ANY_ENGINE, "device": "cpu"}))
     answers = []
     for prompt, values in zip(PROMPTS, SAMPLING, strict=True):
         answer = Answer(engine.new_id())

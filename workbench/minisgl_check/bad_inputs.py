@@ -136,7 +136,7 @@ _WRONG_NUMBERS: Final[Mapping[str, tuple[Any, ...]]] = {
     "max_tokens": (0, -1, INT32 - 1),
     "min_tokens": (-1, 17),
     "temperature": (-1.0, _NAN, _INFINITY, -_INFINITY),
-    "top_p": (0.0, -0.1, 1.0001, _NAN),
+    "top_p": (-0.1, 1.0001, _NAN),
     "top_k": (-2,),
     "min_p": (-1.0, 2.0, _NAN),
     "repetition_penalty": (0.0, -3.0, _NAN),

@@ -6,12 +6,15 @@ from pathlib import Path
 from typing import Final
 
 _RANKS: Final = frozenset({b"minisgl_backend.tensor_parallel", b"minisgl_check.frail_rank"})
+_NUM_THREADS: Final = 17
+"""Where the number of threads stands behind the name in ``/proc/PID/stat``."""
 
 
 def runs(pid: int) -> bool:
-    """Whether a process exists, and not as a zombie: Triton 24.10 reaps none until it ends."""
+    """Whether a process exists, and not as a zombie: Triton 24.10 reaps none until it ends. One of
+    which other threads are left is none yet: these hold its files and locks."""
     state = _stat(pid)
-    return state is not None and state[0] != "Z"
+    return state is not None and (state[0] != "Z" or int(state[_NUM_THREADS]) > 1)
 
 
 def children_of(parent: int) -> list[int]:

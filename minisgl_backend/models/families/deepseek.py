@@ -115,14 +115,23 @@ def _with_indexer(
     fields = latent_fields(config)
     num_layers, latent = fields["num_layers"], fields["latent"]
     indexer = read_indexer(config, latent, {*layers, num_layers}, interleaved=interleaved)
+    # checkpoints may have an indexer in layers that do not use it
+    unused = tuple(
+        f"model.layers.{layer}.self_attn.indexer."
+        for layer in range(num_layers)
+        if layer not in indexer.layers
+    )
+    guesses = mtp_behind(config, num_layers)
+    if (mtp := guesses.get("mtp")) is not None:
+        guesses["mtp"] = replace(mtp, left_out=(*mtp.left_out, *unused))
     dense = config.integer("first_k_dense_replace", 3, minimum=0)
     with_experts = layers_with_experts(config, num_layers, dense=dense)
     moe = replace(deepseek_experts(config, num_layers, first=3), layers=with_experts)
     return ModelSpec(
         architecture=architecture,
         moe=moe if with_experts else None,
-        names=TensorNames(left_out=left_out_mtp(config, num_layers)),
-        **mtp_behind(config, num_layers),
+        names=TensorNames(left_out=(*left_out_mtp(config, num_layers), *unused)),
+        **guesses,
         **{**fields, "latent": replace(latent, indexer=indexer)},
     )
 

@@ -811,6 +811,15 @@ def test_layers_of_glm_5_that_choose_positions(keys: dict[str, Any], own: Iterab
     assert 735 < spec.num_parameters / 1e9 < 750
 
 
+def test_indexers_that_layers_do_not_use_are_left_out() -> None:
+    """GLM-5 has one in each layer, also if config.json is told to share."""
+    spec = parse_spec({**GLM_5, "index_topk_freq": 4})
+    for names in (spec.names, spec.with_mtp().names):
+        for layer, is_read in ((1, True), (2, False), (5, True)):
+            name = f"model.layers.{layer}.self_attn.indexer.wk.weight"
+            assert bool(list(names.weights(name, (2, 2)))) == is_read
+
+
 def test_wrong_layers_of_glm_5() -> None:
     for wrong, message in (
         ({"indexer_types": ["shared"] * 78}, "indexer_types must be full for the first layer"),

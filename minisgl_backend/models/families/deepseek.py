@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
 from minisgl_backend.experts_spec import ExpertsSpec, RoutingRule
 from minisgl_backend.models.config_json import ConfigReader
@@ -32,6 +32,19 @@ _OF_V2: Final[Mapping[str, object]] = MappingProxyType(
     | {"rope_interleave": True}
 )
 """The same for DeepSeek-V2."""
+_SIZES_OF_V3: Final[Mapping[str, Any]] = MappingProxyType(
+    {
+        "moe_intermediate_size": 2048,
+        "n_group": 8,
+        "n_routed_experts": 256,
+        "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128,
+        "routed_scaling_factor": 2.5,
+        "topk_group": 4,
+        "v_head_dim": 128,
+    }
+)
+"""Defaults of DeepSeek-V3 and V3.2."""
 _OF_KIMI: Final = ("KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration")
 """How the architecture is spelled: by its publisher, and by transformers."""
 _BLOCKS_OF_KIMI: Final = (
@@ -45,17 +58,7 @@ def read_deepseek_v3(config: ConfigReader) -> ModelSpec:
     """``DeepseekV3ForCausalLM``: DeepSeek-V3, V3.1 and R1, Kimi-K2, Moonlight. All but the first
     layers have experts by a router of corrected sigmoids, in groups."""
     check_supported(config, _OF_V3)
-    config = config.with_defaults(
-        max_position_embeddings=4096,
-        moe_intermediate_size=2048,
-        n_group=8,
-        n_routed_experts=256,
-        q_lora_rank=1536,
-        qk_nope_head_dim=128,
-        routed_scaling_factor=2.5,
-        topk_group=4,
-        v_head_dim=128,
-    )
+    config = config.with_defaults(**_SIZES_OF_V3, max_position_embeddings=4096)
     fields = latent_fields(config)
     num_layers = fields["num_layers"]
     moe = deepseek_experts(config, num_layers, first=3)
@@ -72,18 +75,7 @@ def read_deepseek_v32(config: ConfigReader) -> ModelSpec:
     """``DeepseekV32ForCausalLM``: DeepSeek-V3.2, which is DeepSeek-V3 with an indexer in each
     layer."""
     check_supported(config, {"indexer_rope_interleave": False})
-    config = config.with_defaults(
-        index_n_heads=64,
-        max_position_embeddings=163_840,
-        moe_intermediate_size=2048,
-        n_group=8,
-        n_routed_experts=256,
-        q_lora_rank=1536,
-        qk_nope_head_dim=128,
-        routed_scaling_factor=2.5,
-        topk_group=4,
-        v_head_dim=128,
-    )
+    config = config.with_defaults(**_SIZES_OF_V3, index_n_heads=64, max_position_embeddings=163_840)
     num_layers = config.integer("num_hidden_layers")
     return _with_indexer("DeepseekV32ForCausalLM", config, range(num_layers), interleaved=False)
 

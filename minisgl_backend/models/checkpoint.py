@@ -287,14 +287,14 @@ def check_weights(spec: ModelSpec, files: WeightFiles) -> None:
         }
         expected[f"{attention}.kv_b_proj"] = {
             "num_attention_heads x (qk_nope_head_dim + v_head_dim)": (
-                spec.num_heads * (latent.nope_dim + latent.value_dim)
+                spec.heads.num_heads * (latent.nope_dim + latent.value_dim)
             ),
             "kv_lora_rank": latent.latent_dim,
         }
     for layer in spec.attention_layers[:1] if latent is None else ():
         heads = spec.heads_of(layer)
         attention = f"model.layers.{layer}.self_attn"
-        times = 2 if spec.gated_attention and not spec.gates_apart else 1
+        times = 2 if spec.gates_in_queries else 1
         expected[f"{attention}.q_proj"] = {
             "num_attention_heads x head_dim": times * heads.num_heads * heads.head_dim,
             "hidden_size": spec.hidden_size,

@@ -11,15 +11,17 @@ import math
 from collections.abc import Mapping
 from typing import Any, Final
 
+from minisgl_backend.attention.base import LayerHeads
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.models.config_json import ConfigReader
+from minisgl_backend.models.norms_spec import NormsSpec
+from minisgl_backend.models.rope_spec import RopeSpec
 from minisgl_backend.models.spec import (
     MOST_HEADS,
     MOST_LAYERS,
     MOST_POSITIONS,
     MOST_VOCABULARY,
     MOST_WIDTH,
-    RopeSpec,
 )
 
 _DTYPES: Final = ("float32", "bfloat16", "float16", "float64")
@@ -56,10 +58,12 @@ def common_fields(
         "hidden_size": hidden_size,
         "intermediate_size": config.integer("intermediate_size", maximum=MOST_WIDTH),
         "num_layers": num_layers,
-        "num_heads": num_heads,
-        "num_kv_heads": config.integer("num_key_value_heads", num_heads, maximum=MOST_HEADS),
-        "head_dim": config.integer("head_dim", head_dim, maximum=MOST_HEADS),
-        "norm_eps": config.number("rms_norm_eps", 1e-6),
+        "heads": LayerHeads(
+            num_heads,
+            config.integer("num_key_value_heads", num_heads, maximum=MOST_HEADS),
+            config.integer("head_dim", head_dim, maximum=MOST_HEADS),
+        ),
+        "norms": NormsSpec(eps=config.number("rms_norm_eps", 1e-6)),
         "rope": read_rope(config, max_positions, partial=partial),
         "dtype": dtype,
         "windows": (None,) * num_layers,

@@ -98,7 +98,7 @@ class _Body(nn.Module):
         self.layer_inputs: LayerInputsMaker | None = None
         if spec.layer_inputs is not None:
             self.layer_inputs = LayerInputsMaker(spec, spec.layer_inputs, group, matrices)
-        self.norm = residual_norm(spec, spec.logit_scale, offset=spec.final_norm_offset)
+        self.norm = residual_norm(spec, spec.scales.logits, offset=spec.norms.final_offset)
 
 
 class Decoder(nn.Module):
@@ -354,11 +354,11 @@ class Decoder(nn.Module):
         possible in one kernel with the sum over the ranks."""
         spec, group, norm = self.spec, self.group, self.layers[0].first_norm
         part = self.model.embed_tokens.own_rows(tokens)
-        if spec.embedding_norm:  # of the sum, of which a rank has a part
+        if spec.norms.of_embedding:  # of the sum, of which a rank has a part
             whole = group.all_reduce(part)
-            residual = F.rms_norm(whole, (spec.hidden_size,), eps=spec.norm_eps)
+            residual = F.rms_norm(whole, (spec.hidden_size,), eps=spec.norms.eps)
             return residual, Normed(residual, norm)
-        if (scale := spec.embedding_scale / spec.stream_scale) != 1.0:
+        if (scale := spec.scales.embedding / spec.stream_scale) != 1.0:
             part.mul_(scale)
         if norm is not None and is_sum_fused(group, norm, len(part), self.dtype):
             residual = torch.zeros_like(part)
@@ -382,7 +382,7 @@ class Decoder(nn.Module):
         if self.model.norm.centered:
             x = Normed(x.normalized(pdl=False))
         logits = self.head.part(x, out)
-        if cap := self.spec.logit_cap:
+        if cap := self.spec.scales.logit_cap:
             soft_cap(logits, cap)
         return logits
 
@@ -420,9 +420,9 @@ def _layer(parts: LayerParts) -> Layer:
         return Gemma4Layer(parts)
     if spec.single_parts:
         return SinglePartLayer(parts)
-    if spec.parallel_parts:
+    if spec.parallel == "parts":
         return ParallelLayer(parts)
-    if spec.centered_norms:
+    if spec.norms.centered:
         return LayerNormLayer(parts)
     if spec.norms_of(layer) == "before":
         return DecoderLayer(parts)

@@ -159,14 +159,14 @@ class PostNormLayer(nn.Module):
 
     def __init__(self, parts: LayerParts):
         super().__init__()
-        spec = parts.spec
+        spec, norms = parts.spec, parts.spec.norms
 
         def norm() -> RMSNorm:
-            return RMSNorm(spec.hidden_size, spec.norm_eps, offset=spec.norm_offset)
+            return RMSNorm(spec.hidden_size, norms.eps, offset=norms.offset)
 
         def output_norm() -> RMSNorm:
-            eps, scale = spec.output_norm_eps or spec.norm_eps, spec.branch_scale
-            return RMSNorm(spec.hidden_size, eps, scale=scale, offset=spec.norm_offset)
+            eps, scale = norms.output_eps or norms.eps, spec.scales.branch
+            return RMSNorm(spec.hidden_size, eps, scale=scale, offset=norms.offset)
 
         has_both = spec.norms_of(parts.layer) == "around"
         self.input_layernorm = norm() if has_both else None
@@ -252,14 +252,15 @@ class ParallelLayer(_SummedLayer):
 def residual_norm(spec: ModelSpec, scale: float = 1.0, *, offset: float | None = None) -> RMSNorm:
     """A norm of the residual stream as ``Decoder`` keeps it; ``scale`` multiplies its weight, to
     which ``offset`` is added, by default that of all norms."""
+    norms = spec.norms
     return RMSNorm(
         spec.hidden_size,
         spec.stream_eps,
         scale=scale,
-        offset=spec.norm_offset if offset is None else offset,
-        centered=spec.centered_norms,
-        biased=spec.norm_biases,
-        weighted=not spec.unweighted_norms,
+        offset=norms.offset if offset is None else offset,
+        centered=norms.centered,
+        biased=norms.biased,
+        weighted=norms.weighted,
     )
 
 
@@ -272,13 +273,13 @@ def plain_mlp(parts: LayerParts) -> GatedMLP | UngatedMLP:
         return UngatedMLP(
             name,
             *sizes,
-            bias=spec.mlp_bias,
+            bias=spec.biases.mlp,
             group=group,
             matrices=matrices,
             activation=spec.activation,
         )
     return GatedMLP(
-        name, *sizes, bias=spec.mlp_bias, group=group, matrices=matrices, gate=spec.gate
+        name, *sizes, bias=spec.biases.mlp, group=group, matrices=matrices, gate=spec.gate
     )
 
 
@@ -293,7 +294,7 @@ def _token_mixer(
         return "self_attn", SelfAttention(spec, layer, group, matrices)
     name, make = _RECURRENT[type(spec.recurrent)]
     mixer = make(spec, layer, group, matrices)
-    if not spec.parallel_mixers:
+    if spec.parallel != "mixers":
         return name, mixer
     attention = SelfAttention(spec, layer, group, matrices)
     return "mixers", ParallelMixer(attention, mixer, name)

@@ -43,11 +43,11 @@ class EagleLayer(nn.Module):
         self._norm_before_residual = eagle.norm_before_residual
         self._norm_output = eagle.norm_output
         num_inputs = len(self.read_layers) * spec.hidden_size
-        self.input_norm = RMSNorm(num_inputs, own.norm_eps) if eagle.norm_before_fc else None
+        self.input_norm = RMSNorm(num_inputs, own.norms.eps) if eagle.norm_before_fc else None
         self.fc_norm: nn.ModuleList | None = None
         if eagle.fc_norm:
             self.fc_norm = nn.ModuleList(
-                RMSNorm(spec.hidden_size, own.norm_eps) for _ in self.read_layers
+                RMSNorm(spec.hidden_size, own.norms.eps) for _ in self.read_layers
             )
         self.fc = RowLinear(
             "fc", num_inputs, own.hidden_size, bias=False, group=group, matrices=matrices
@@ -126,7 +126,7 @@ class _MidLayer(nn.Module):
             "midlayer.mlp",
             own.hidden_size,
             own.intermediate_size,
-            bias=own.mlp_bias,
+            bias=own.biases.mlp,
             group=group,
             matrices=matrices,
             gate=own.gate,

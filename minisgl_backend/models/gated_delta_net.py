@@ -158,7 +158,7 @@ class GatedDeltaNet(DeltaMixer):
         self.conv = empty_parameter(self.local.num_channels, shape.conv_width)
         self.log_decay, self.decay_bias = empty_parameter(heads.size), empty_parameter(heads.size)
         self.norm_weight = empty_parameter(shape.value_dim)
-        self.eps = spec.norm_eps if shape.norm_eps is None else shape.norm_eps
+        self.eps = spec.norms.eps if shape.norm_eps is None else shape.norm_eps
         self._heads = heads
 
     def use_tensor_cores(self, kernels: TensorCores) -> None:

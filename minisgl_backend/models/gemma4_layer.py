@@ -35,7 +35,7 @@ class Gemma4Layer(nn.Module):
         spec, layer, group, matrices = parts.spec, parts.layer, parts.group, parts.matrices
 
         def norm() -> RMSNorm:
-            return RMSNorm(spec.hidden_size, spec.norm_eps)
+            return RMSNorm(spec.hidden_size, spec.norms.eps)
 
         self.layer = layer
         self.input_layernorm = norm()
@@ -108,7 +108,7 @@ class ExpertsBeside(nn.Module):
         super().__init__()
 
         def norm(*, scale: float = 1.0) -> RMSNorm:
-            return RMSNorm(spec.hidden_size, spec.norm_eps, scale=scale)
+            return RMSNorm(spec.hidden_size, spec.norms.eps, scale=scale)
 
         self.experts = experts
         self.before = norm()
@@ -158,7 +158,7 @@ class LayerInputsMaker(nn.Module):
         self.projection = _replicated(
             "model", "per_layer_model_projection", spec.hidden_size, width, matrices
         )
-        self.norm = RMSNorm(inputs.size, spec.norm_eps)
+        self.norm = RMSNorm(inputs.size, spec.norms.eps)
 
     def forward(self, tokens: Tensor, embedded: Tensor) -> Tensor:
         """[num_tokens, num_layers, size]; ``embedded`` [num_tokens, hidden_size] are the tokens'

@@ -19,7 +19,7 @@ from minisgl_backend.layers.linear import MergedColumnLinear
 from minisgl_backend.layers.norm import Normed
 from minisgl_backend.layers.quantized_matrix import Matrices
 from minisgl_backend.layers.weight_place import Place, Share, collect_places, empty_parameter, whole
-from minisgl_backend.models.spec import IndexerSpec
+from minisgl_backend.models.latent_spec import IndexerSpec
 from minisgl_backend.models.token_mixing import StepContext
 
 _NORM_EPS: Final = 1e-6

@@ -221,9 +221,10 @@ def use_invariant_kernels(model: Decoder, device: torch.device) -> None:
     if model.dtype != torch.bfloat16:
         name = str(model.dtype).removeprefix("torch.")
         raise ConfigError(f"option batch_invariant needs dtype bfloat16, not {name}")
-    if model.spec.head_dim not in linear_cut.HEAD_DIMS:
+    head_dim = model.spec.heads.head_dim
+    if head_dim not in linear_cut.HEAD_DIMS:
         raise ConfigError(
-            f"option batch_invariant needs heads of 64 or 128 elements, not {model.spec.head_dim}"
+            f"option batch_invariant needs heads of 64 or 128 elements, not {head_dim}"
         )
     modules = [module for layer in model.layers for module in layer.modules()]
     matrices = [module for module in modules if isinstance(module, Matrix)] + [model.head.matrix]
@@ -252,6 +253,6 @@ def has_fused_layers(spec: ModelSpec) -> bool:
         rule, latent_size = spec.moe.experts.routing, spec.moe.experts.latent_size
         if rule.wide or latent_size is not None or not expert_cut.knows(rule):
             return False
-    has_two_parts = not (spec.single_parts or spec.parallel_parts or spec.parallel_mixers)
-    is_known = spec.gate is not None and spec.latent is None and not spec.centered_norms
-    return spec.norms == "before" and is_known and has_two_parts
+    has_two_parts = not spec.single_parts and spec.parallel is None
+    is_known = spec.gate is not None and spec.latent is None and not spec.norms.centered
+    return spec.norms.place == "before" and is_known and has_two_parts

@@ -71,7 +71,7 @@ class KimiDeltaAttention(DeltaMixer):
         self.log_decay = empty_parameter(heads.size)
         self.decay_bias = empty_parameter(heads.size, dim)
         self.norm_weight = empty_parameter(dim)
-        self.eps = spec.norm_eps
+        self.eps = spec.norms.eps
 
     def _inputs(self, x: Normed, pdl: bool) -> DeltaInputs:
         heads, dim = self.local.num_heads, self.local.key_dim

@@ -34,7 +34,8 @@ from minisgl_backend.layers.weight_place import (
     even_share,
 )
 from minisgl_backend.models.indexer import Indexer
-from minisgl_backend.models.spec import LatentSpec, ModelSpec
+from minisgl_backend.models.latent_spec import LatentSpec
+from minisgl_backend.models.spec import ModelSpec
 from minisgl_backend.models.token_mixing import StepContext
 from minisgl_backend.parallel.group import Group
 from minisgl_backend.weight_format import Layout
@@ -57,7 +58,7 @@ class LatentAttention(nn.Module):
         super().__init__()
         self.layer = spec.attention_layers.index(layer)
         self.latent = latent
-        heads = even_share(spec.num_heads, group, "attention heads")
+        heads = even_share(spec.heads.num_heads, group, "attention heads")
         self.num_heads = heads.size
         name = f"model.layers.{layer}.self_attn"
         queries = _times(heads, latent.query_dim)
@@ -83,7 +84,7 @@ class LatentAttention(nn.Module):
         self.up = empty_parameter(self._rows.size, latent.latent_dim)
         self.o_proj = RowLinear(
             f"{name}.o_proj",
-            spec.num_heads * latent.value_dim,
+            spec.heads.num_heads * latent.value_dim,
             spec.hidden_size,
             bias=False,
             group=group,

@@ -96,11 +96,11 @@ class MambaMixer(RecurrentMixer):
         self.log_rates, self.step_bias = empty_parameter(heads.size), empty_parameter(heads.size)
         self.skips = empty_parameter(heads.size)
         self.norm_weight = empty_parameter(inner.size) if shape.normed else None
-        self.eps = spec.norm_eps
+        self.eps = spec.norms.eps
         self._inner, self._heads = inner, heads
         self._across: _NormAcrossRanks | None = None
         if shape.normed and group.size > shape.num_groups:
-            self._across = _NormAcrossRanks(shape, spec.norm_eps, group)
+            self._across = _NormAcrossRanks(shape, spec.norms.eps, group)
 
     def _mixed(self, x: Normed, step: StepContext) -> Tensor:
         """[num_tokens, num_heads * head_dim]"""

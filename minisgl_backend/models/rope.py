@@ -16,7 +16,7 @@ import math
 import torch
 from torch import Tensor
 
-from minisgl_backend.models.spec import QueryGrowth, RopeSpec
+from minisgl_backend.models.rope_spec import QueryGrowth, RopeSpec
 
 
 def rotary_table(

@@ -1,7 +1,8 @@
 """A model as the engine sees it: plain numbers, the same for every architecture.
 
-One decoder computes all architectures: each is a set of values here. Must not know files, tensors
-or how an architecture spells its config.json (``families`` does).
+One decoder computes all architectures: each is a set of values here, and in the parts of a spec
+that have modules of their own. Must not know files, tensors or how an architecture spells its
+config.json (``families`` does).
 """
 
 from __future__ import annotations
@@ -10,11 +11,15 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Final, Literal, TypeAlias
 
-from minisgl_backend.attention.base import AttentionShape, ExpandedHeads, IndexShape, LayerHeads
+from minisgl_backend.attention.base import AttentionShape, IndexShape, LayerHeads
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.experts_spec import ExpertsSpec
-from minisgl_backend.gates import Activation, Gate, OutputGate
+from minisgl_backend.gates import Activation, Gate
+from minisgl_backend.models.attention_spec import AttentionGates, KVSpec, QKNorm, ScoresSpec
+from minisgl_backend.models.latent_spec import LatentSpec
+from minisgl_backend.models.norms_spec import NormPlace, NormsSpec
 from minisgl_backend.models.recurrent_spec import RecurrentSpec
+from minisgl_backend.models.rope_spec import QueryGrowth, RopeSpec
 from minisgl_backend.models.tensor_names import TensorNames
 from minisgl_backend.weight_format import WeightFormats
 
@@ -26,81 +31,8 @@ MOST_EXPERTS: Final = 2**12
 MOST_POSITIONS: Final = 2**27
 """Limits beyond any model: larger numbers are mistakes, refused before they exhaust memory."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RopeSpec:
-    """Rotary embedding (RoFormer, arXiv 2104.09864) and how it is stretched to longer contexts.
-
-    ``scaling`` is one of
-    - ``default``: it is not stretched;
-    - ``linear``: positions are divided by ``factor`` (arXiv 2306.15595);
-    - ``dynamic``: the base grows with the sequence beyond ``max_positions`` (NTK-aware scaling);
-    - ``llama3``: low frequencies are divided by ``factor``, high ones kept, others blended;
-    - ``yarn``: the same idea by dimension, and cos and sin are multiplied by ``attention_factor``
-      (arXiv 2309.00071);
-    - ``proportional``: only the share ``rotated`` of the pairs of dimensions rotates, with the
-      frequencies of a head that rotates as a whole (Gemma 4);
-    - ``longrope``: each frequency is divided by one of ``short_factors``, which are for sequences
-      up to ``original_max_positions`` (arXiv 2402.13753). Longer sequences would need different
-      frequencies at all positions, which is impossible with keys in shared pages, so they are not
-      supported.
-
-    ``max_positions`` is max_position_embeddings of config.json, and ``original_max_positions`` the
-    context before stretching, both in tokens. ``rotated`` is the share of a head's dimensions that
-    rotates, from the first dimension on. The first half of these are paired with the second half
-    or, if ``interleaved``, each even dimension with the next. If ``reversed``, pairs rotate the
-    other way round.
-    """
-
-    scaling: str = "default"
-    theta: float = 10_000.0
-    max_positions: int
-    factor: float = 1.0
-    original_max_positions: int | None = None
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    attention_factor: float = 1.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True
-    short_factors: tuple[float, ...] = ()
-    rotated: float = 1.0
-    interleaved: bool = False
-    reversed: bool = False
-
-    def dims(self, head_dim: int) -> int:
-        """Number of dimensions of a head in the table of angles; some angles may be 0."""
-        return head_dim if self.scaling == "proportional" else int(head_dim * self.rotated)
-
-    def check(self, head_dim: int) -> None:
-        """Raise ``ConfigError`` if heads of this size cannot be rotated in this way."""
-        rotated = self.dims(head_dim)
-        if rotated % 2 or not 0 < rotated <= head_dim:
-            raise ConfigError(
-                f"partial_rotary_factor {self.rotated:g} of head_dim {head_dim} makes "
-                f"{rotated} rotary dimensions, which must be an even number up to head_dim"
-            )
-        if self.scaling == "dynamic" and rotated < 4:
-            raise ConfigError(f"dynamic scaling needs 4 rotary dimensions or more, got {rotated}")
-        if self.short_factors and len(self.short_factors) != rotated // 2:
-            raise ConfigError(
-                f"longrope needs {rotated // 2} short factors, one for each frequency, "
-                f"got {len(self.short_factors)}"
-            )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QueryGrowth:
-    """Queries of ``layers`` (None for all) are multiplied by 1 + ``factor`` * log(1 + n), with n
-    the number of whole ``period``s up to their position, counting positions from ``first``."""
-
-    factor: float
-    period: int
-    first: int = 0
-    layers: frozenset[int] | None = None
-
-    def has(self, layer: int) -> bool:
-        return self.layers is None or layer in self.layers
+Part: TypeAlias = Literal["mixer", "feed-forward"]
+"""A part of a layer: token mixing, or what computes each token for itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,84 +45,6 @@ class MoeSpec:
     beside: bool = False
 
 
-QKNorm: TypeAlias = Literal["head", "rotated", "token", "unweighted", "unweighted everywhere"]
-"""How queries and keys are normalized."""
-
-Norms: TypeAlias = Literal["before", "after", "around"]
-"""Where the norms of a layer's parts are."""
-
-Part: TypeAlias = Literal["mixer", "feed-forward"]
-"""A part of a layer: token mixing, or what computes each token for itself."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IndexerSpec:
-    """DeepSeek Sparse Attention (DeepSeek-V3.2, arXiv 2512.02556): tokens attend to the ``top_k``
-    positions with the highest scores (``kernels.indexer``).
-
-    A token has ``num_heads`` index queries of ``key_dim`` numbers, which are made of its latent of
-    queries. The first numbers rotate, as many as those of attention, by halves unless
-    ``interleaved``. ``layers`` choose positions; each other layer takes those that the last one
-    before it chose (IndexCache, arXiv 2603.12201).
-    """
-
-    num_heads: int
-    key_dim: int
-    top_k: int
-    layers: frozenset[int]
-    interleaved: bool = False
-
-    def num_parameters(self, query_rank: int, hidden_size: int) -> int:
-        """Number of weights of a layer's projections."""
-        of_tokens = (self.key_dim + self.num_heads) * hidden_size
-        return of_tokens + self.num_heads * self.key_dim * query_rank
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LatentSpec:
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434).
-
-    Each position has a latent of ``latent_dim`` numbers, of which all heads make their keys and
-    values, and one rotated key of ``rope_dim`` numbers for all heads. A head's query has
-    ``nope_dim`` numbers that do not rotate and ``rope_dim`` that do; its value has ``value_dim``.
-    With a ``query_rank`` queries are made of a latent, too, which has this size. Both latents are
-    normalized, with ``norm_eps``. Only models with a ``query_rank`` have an ``indexer``.
-    """
-
-    latent_dim: int
-    rope_dim: int
-    nope_dim: int
-    value_dim: int
-    query_rank: int | None = None
-    norm_eps: float = 1e-6
-    indexer: IndexerSpec | None = None
-
-    @property
-    def query_dim(self) -> int:
-        """The size of a head's query, as the projection gives it."""
-        return self.nope_dim + self.rope_dim
-
-    @property
-    def key_dim(self) -> int:
-        """The numbers of a position in a page."""
-        return self.latent_dim + self.rope_dim
-
-    @property
-    def expanded(self) -> ExpandedHeads:
-        """The keys and values of heads that are made of a latent."""
-        return ExpandedHeads(self.query_dim, self.value_dim)
-
-    def num_parameters(self, num_heads: int, hidden_size: int) -> int:
-        """Number of weights of a layer's projections."""
-        queries, rank = num_heads * self.query_dim, self.query_rank
-        of_queries = hidden_size * queries
-        if rank is not None:
-            of_queries = rank * (hidden_size + queries)
-        of_heads = num_heads * (self.nope_dim + self.value_dim) * self.latent_dim
-        outputs = num_heads * self.value_dim * hidden_size
-        return of_queries + hidden_size * self.key_dim + of_heads + outputs
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerInputs:
     """What each layer reads besides the residual stream (Gemma 4): for each token ``size`` numbers
@@ -198,6 +52,28 @@ class LayerInputs:
 
     size: int
     vocab_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BiasesSpec:
+    """Which projections have biases: of queries, keys and values, of attention's output, and of
+    feed-forward blocks other than experts."""
+
+    qkv: bool = False
+    output: bool = False
+    mlp: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScalesSpec:
+    """What is multiplied: the embeddings by ``embedding``, what each part of a layer adds to the
+    residual stream by ``branch``, and the logits by ``logits``. If ``logit_cap`` c is not 0, it
+    then bounds logits x as c tanh(x / c)."""
+
+    embedding: float = 1.0
+    branch: float = 1.0
+    logits: float = 1.0
+    logit_cap: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,134 +145,91 @@ class EagleSpec:
 class ModelSpec:
     """A decoder-only language model.
 
-    ``windows`` has one entry per layer: the number of positions that a token sees, including its
-    own, or None for all. With ``sections`` windows do not slide: they are sections of the sequence,
-    all of one size, and a token sees only positions of its own section. ``dtype`` is the
-    checkpoint's. ``eos_token_ids`` come from config.json and generation_config.json, or from the
-    tokenizer. ``weights`` says how projections are stored; None: all are plain. ``names``: how the
-    checkpoint names its tensors. A model that does not generate (``generates``), as some embedding
-    models do not, has no output head; the embedding takes its place.
-
-    ``ropes`` has one entry per layer, unless all layers rotate by ``rope``; None: the layer does
-    not rotate. ``qk_norm``: queries and keys are normalized, each head separately or all heads of a
-    token together; "rotated": each head separately, after its rotation; "unweighted": each head
-    separately, without weights, in layers that rotate, or "unweighted everywhere".
-    ``query_growth``: queries grow with their position. ``norms``: whether a layer's parts normalize
-    their inputs, or their outputs before they are added to the residual stream, or both; "by
-    mixer": outputs in layers with attention, and inputs in the others. Norms of outputs have
-    ``output_norm_eps``, if it is not that of all others. ``norm_offset`` is added to the weights of
-    all norms, or of all but the final one if that has a ``final_norm_offset``. With
-    ``embedding_norm`` the embeddings are normalized, without weights; with ``unweighted_norms`` no
-    norm of the residual stream has any, and all ``norms`` are those of inputs. With
-    ``parallel_parts`` both parts of a layer read the same norm of its input, and both are added to
-    it. With ``centered_norms`` norms of the residual stream first subtract the mean: they are
-    LayerNorms, whose biases are ``norm_biases``. With either, ``norms`` are those of inputs, and
-    each layer has attention and a feed-forward block. ``gate``: that of feed-forward blocks other
-    than experts; None: they have no gates, but an ``activation``. ``attention_scale`` multiplies
-    the scores, by default head_dim to the power of -1/2; ``score_cap`` then bounds them as
-    ``logit_cap`` bounds logits. ``embedding_scale`` multiplies the embeddings, ``branch_scale``
-    what each part of a layer adds to the residual stream, and ``logit_scale`` the logits.
-    ``gated_attention``: attention's output is multiplied by a gate computed from its input; with
-    ``gates_apart`` by a projection of its own, otherwise by that of the queries. With
-    ``head_gates``, which are apart, the gate of a head is one number. ``output_gate`` is the gate's
-    function. ``sinks``: the softmax of each head has one more score, which is learned.
-    ``recurrent`` describes the layers that mix tokens without attention or, with
-    ``parallel_mixers``, by both: the layer adds what attention and the other make of the same
-    input. With ``single_parts`` each layer is only token mixing, or only a feed-forward block, with
-    one norm; there is one entry per layer.
-
-    ``heads`` has one entry per layer, unless all layers have ``num_heads`` heads of queries and
-    ``num_kv_heads`` of keys and values, of size ``head_dim``; so has ``intermediate_sizes``, unless
-    all feed-forward blocks have the same width. The last layers may lack their own keys and values:
-    for each layer, ``kv_sources`` has the layer whose keys and values it reads. With ``value_norm``
-    values are normalized by head, without weights; in the layers of ``keys_are_values`` the values
-    are the projections of keys. ``layer_inputs`` describes what layers read besides the residual
-    stream. With ``scaled_layers`` each layer multiplies its output by a number. If ``logit_cap`` c
-    is not 0, it bounds logits x as c tanh(x / c).
-
-    With ``latent`` all attention is multi-head latent attention. Pages hold the latents: they are
-    the only KV head, whose ``head_dim`` is that of latent and rotated key together.
-
-    ``mtp`` describes the MTP layer of the checkpoint, if it has one that is supported; ``no_mtp``
-    says why it has none. It is not part of the model unless ``has_mtp_layer`` (``with_mtp``); then
-    its index is ``num_layers``, and it has an entry in whatever has one per layer. ``eagle`` is an
-    EAGLE-3 layer in place of it (``with_eagle``).
+    Each variation of the decoder is a field with a neutral default. If there is an MTP or EAGLE-3
+    layer, its index is ``num_layers``, and its attention has an entry in what has one per layer.
     """
 
     architecture: str
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
     num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    norm_eps: float
-    rope: RopeSpec
     dtype: str
-    windows: tuple[int | None, ...]
-    sections: bool = False
+    """The checkpoint's."""
+    weights: WeightFormats | None = None
+    """How projections are stored; None: all are plain."""
+    names: TensorNames = field(default_factory=TensorNames)
+    """How the checkpoint names its tensors."""
     tie_embeddings: bool = False
-    qkv_bias: bool = False
-    output_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: QKNorm | None = None
-    query_growth: QueryGrowth | None = None
-    norms: Norms | Literal["by mixer"] = "before"
-    output_norm_eps: float | None = None
-    norm_offset: float = 0.0
-    final_norm_offset: float | None = None
-    embedding_norm: bool = False
-    unweighted_norms: bool = False
-    centered_norms: bool = False
-    norm_biases: bool = False
-    parallel_parts: bool = False
-    gate: Gate | None = "silu"
-    activation: Activation = "relu2"
-    ropes: tuple[RopeSpec | None, ...] = ()
-    attention_scale: float | None = None
-    score_cap: float = 0.0
-    embedding_scale: float = 1.0
-    branch_scale: float = 1.0
-    logit_scale: float = 1.0
-    gated_attention: bool = False
-    output_gate: OutputGate = "sigmoid"
-    gates_apart: bool = False
-    head_gates: bool = False
-    sinks: bool = False
-    recurrent: RecurrentSpec | None = None
-    parallel_mixers: bool = False
+    generates: bool = True
+    """Some embedding models do not: they have no output head, and the embedding takes its place."""
+    eos_token_ids: frozenset[int] = field(default_factory=frozenset)
+    """From config.json and generation_config.json, or from the tokenizer."""
+
+    # the residual stream
+    norms: NormsSpec
+    scales: ScalesSpec = field(default_factory=ScalesSpec)
+
+    # what a layer is made of
+    biases: BiasesSpec = field(default_factory=BiasesSpec)
     single_parts: tuple[Part, ...] = ()
-    heads: tuple[LayerHeads, ...] = ()
-    intermediate_sizes: tuple[int, ...] = ()
-    kv_sources: tuple[int, ...] = ()
-    value_norm: bool = False
-    keys_are_values: frozenset[int] = frozenset()
+    """If there are entries, one per layer: each layer is only token mixing, or only a feed-forward
+    block, with one norm."""
+    parallel: Literal["parts", "mixers"] | None = None
+    """What layers compute side by side, of the same input, to add both: attention and the
+    feed-forward block, or attention and the mixer that ``recurrent`` describes."""
     layer_inputs: LayerInputs | None = None
     scaled_layers: bool = False
-    logit_cap: float = 0.0
+    """Whether each layer multiplies its output by a number."""
+
+    # token mixing
+    heads: LayerHeads
+    """Those of all layers, unless ``heads_by_layer`` has one entry for each."""
+    heads_by_layer: tuple[LayerHeads, ...] = ()
+    rope: RopeSpec
+    """The rotation of all layers, unless ``ropes`` has one entry for each."""
+    ropes: tuple[RopeSpec | None, ...] = ()
+    """None: the layer does not rotate."""
+    windows: tuple[int | None, ...]
+    """For each layer the number of positions that a token sees, including its own; None: all."""
+    sections: bool = False
+    """Windows do not slide: they are sections of the sequence, all of one size, and a token sees
+    only positions of its own section."""
+    qk_norm: QKNorm | None = None
+    query_growth: QueryGrowth | None = None
+    scores: ScoresSpec = field(default_factory=ScoresSpec)
+    attention_gates: AttentionGates | None = None
+    kv: KVSpec = field(default_factory=KVSpec)
     latent: LatentSpec | None = None
-    generates: bool = True
-    names: TensorNames = field(default_factory=TensorNames)
-    weights: WeightFormats | None = None
+    """All attention is multi-head latent attention. Pages hold the latents: they are the only KV
+    head, whose ``head_dim`` is that of latent and rotated key together."""
+    recurrent: RecurrentSpec | None = None
+    """The layers that mix tokens without attention, or by both (``parallel``)."""
+
+    # feed-forward blocks
+    intermediate_size: int
+    """The width of all blocks, unless ``intermediate_sizes`` has one entry for each layer."""
+    intermediate_sizes: tuple[int, ...] = ()
+    gate: Gate | None = "silu"
+    """Of blocks other than experts; None: they have no gates, but an ``activation``."""
+    activation: Activation = "relu2"
     moe: MoeSpec | None = None
-    mtp: MTPSpec | None = None
-    no_mtp: str = "has no MTP layer that is supported"
+
+    # what guesses tokens
+    mtp: MTPSpec | str = "has no MTP layer that is supported"
+    """The checkpoint's MTP layer, or why it has none that is supported."""
     has_mtp_layer: bool = False
+    """Whether the MTP layer is part of the model (``with_mtp``)."""
     eagle: EagleSpec | None = None
-    eos_token_ids: frozenset[int] = field(default_factory=frozenset)
+    """An EAGLE-3 layer in place of it (``with_eagle``)."""
 
     def __post_init__(self) -> None:
-        if self.centered_norms and (self.norms != "before" or self.single_parts):
+        if self.norms.centered and self.single_parts:
             raise ConfigError(
                 "norms that subtract the mean are supported only of the inputs of layers with "
                 "attention and a feed-forward block"
             )
-        assert self.norms != "by mixer" or self.branch_scale == 1.0
-        assert not self.unweighted_norms or (self.norms == "before" and not self.centered_norms)
-        assert not self.embedding_norm or self.embedding_scale == self.stream_scale == 1.0
-        if self.norm_biases and not self.centered_norms:
-            raise ConfigError("norms with biases are supported only if they subtract the mean")
+        assert self.norms.place != "by mixer" or self.scales.branch == 1.0
+        assert not self.norms.of_embedding or self.scales.embedding == self.stream_scale == 1.0
         layers = [
             (self.rope_of(layer), self.heads_of(layer), self.rotary_head_dim(layer))
             for layer in self.all_layers
@@ -424,16 +257,15 @@ class ModelSpec:
         The layer is one with attention over all positions and, if others have experts, with
         experts.
         """
-        if self.mtp is None:
+        if isinstance(self.mtp, str):
             raise ConfigError(
-                f"{self.architecture} {self.no_mtp} (speculative_mtp_tokens); "
+                f"{self.architecture} {self.mtp} (speculative_mtp_tokens); "
                 "speculative_mtp_model takes an EAGLE-3 layer that was made for the model"
             )
-        assert not (self.has_mtp_layer or self.single_parts or self.parallel_mixers)
-        assert not (self.ropes or self.heads or self.intermediate_sizes or self.kv_sources)
-        assert self.norms == "before" and not (self.parallel_parts or self.centered_norms)
-        assert self.embedding_scale == self.branch_scale == self.logit_scale == 1.0
-        assert not self.logit_cap
+        assert not (self.has_mtp_layer or self.single_parts or self.parallel)
+        assert not (self.ropes or self.heads_by_layer or self.intermediate_sizes)
+        assert self.norms.place == "before" and not self.norms.centered
+        assert self.scales == ScalesSpec() and not self.kv.sources
         assert self.layer_inputs is None and self.query_growth is None and not self.sections
         moe = self.moe
         if moe is not None:
@@ -449,7 +281,7 @@ class ModelSpec:
         own, last = eagle.layer, self.num_layers
         reasons = {
             "latent attention, beside which the layer has no pages": self.latent is not None,
-            "bounded attention scores, which the layer does not know": self.score_cap != 0,
+            "bounded attention scores, which the layer does not know": self.scores.cap != 0,
             "sections of attention, with which the layer was not tried": self.sections,
             "no output head": not self.generates,
             f"{self.vocab_size} tokens, and the layer {own.vocab_size} (vocab_size)": (
@@ -462,8 +294,8 @@ class ModelSpec:
             if is_one:
                 raise ConfigError(f"option speculative_mtp_model: {self.architecture} has {reason}")
         eagle.read_layers_in(last)
-        heads, ropes = self.heads, self.ropes
-        if heads or own.heads_of(0) != self._same_heads:
+        heads, ropes, kv = self.heads_by_layer, self.ropes, self.kv
+        if heads or own.heads_of(0) != self.heads:
             heads = (*(self.heads_of(layer) for layer in range(last)), own.heads_of(0))
         if ropes or own.rope != self.rope:
             ropes = (*(self.rope_of(layer) for layer in range(last)), own.rope)
@@ -471,9 +303,9 @@ class ModelSpec:
             self,
             eagle=eagle,
             windows=(*self.windows, None),
-            heads=heads,
+            heads_by_layer=heads,
             ropes=ropes,
-            kv_sources=(*self.kv_sources, last) if self.kv_sources else (),
+            kv=replace(kv, sources=(*kv.sources, last) if kv.sources else ()),
             single_parts=(*self.single_parts, "mixer") if self.single_parts else (),
         )
 
@@ -501,14 +333,14 @@ class ModelSpec:
 
     @property
     def stream_scale(self) -> float:
-        """By what ``Decoder`` divides the residual stream: ``branch_scale``, unless the norms of
-        what parts of a layer add multiply by it."""
-        return self.branch_scale if self.norms == "before" else 1.0
+        """By what ``Decoder`` divides the residual stream: ``scales.branch``, unless the norms
+        of what parts of a layer add multiply by it."""
+        return self.scales.branch if self.norms.place == "before" else 1.0
 
     @property
     def stream_eps(self) -> float:
         """The eps of norms of the residual stream as ``Decoder`` keeps it."""
-        return self.norm_eps / self.stream_scale**2
+        return self.norms.eps / self.stream_scale**2
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
@@ -526,30 +358,37 @@ class ModelSpec:
     def attends(self, layer: int) -> bool:
         """Whether a layer mixes tokens by attention."""
         is_recurrent = self.recurrent is not None and layer in self.recurrent.layers
-        return self.has_part(layer, "mixer") and (self.parallel_mixers or not is_recurrent)
+        return self.has_part(layer, "mixer") and (self.parallel == "mixers" or not is_recurrent)
 
-    def norms_of(self, layer: int) -> Norms:
+    def norms_of(self, layer: int) -> NormPlace:
         """Where the norms of a layer's parts are."""
-        if self.norms == "by mixer":
+        if self.norms.place == "by mixer":
             return "after" if self.attends(layer) else "before"
-        return self.norms
+        return self.norms.place
 
     def kv_source(self, layer: int) -> int:
         """The layer whose keys and values a layer with attention reads, usually its own."""
-        return self.kv_sources[layer] if self.kv_sources else layer
+        return self.kv.sources[layer] if self.kv.sources else layer
 
     def heads_of(self, layer: int) -> LayerHeads:
-        return self.heads[layer] if self.heads else self._same_heads
-
-    @property
-    def _same_heads(self) -> LayerHeads:
-        return LayerHeads(self.num_heads, self.num_kv_heads, self.head_dim)
+        return self.heads_by_layer[layer] if self.heads_by_layer else self.heads
 
     def num_gates(self, layer: int) -> int:
         """The number of a token's gates of a layer's attention."""
-        heads = self.heads_of(layer)
-        of_head = 1 if self.head_gates else heads.head_dim
-        return heads.num_heads * of_head if self.gated_attention else 0
+        heads, gates = self.heads_of(layer), self.attention_gates
+        if gates is None:
+            return 0
+        return heads.num_heads * (1 if gates.one_per_head else heads.head_dim)
+
+    @property
+    def gates_in_queries(self) -> bool:
+        """Whether the projection of queries also makes gates of attention's output."""
+        return self.attention_gates is not None and not self.attention_gates.apart
+
+    @property
+    def gates_apart(self) -> bool:
+        """Whether such gates have a projection of their own."""
+        return self.attention_gates is not None and self.attention_gates.apart
 
     def rotary_head_dim(self, layer: int) -> int:
         """The size of what a layer's ``rope_of`` rotates."""
@@ -589,7 +428,7 @@ class ModelSpec:
             if not self.attends(layer):
                 continue
             if self.latent is not None:
-                mixers += self.latent.num_parameters(self.num_heads, self.hidden_size)
+                mixers += self.latent.num_parameters(self.heads.num_heads, self.hidden_size)
                 indexer, rank = self.latent.indexer, self.latent.query_rank
                 if indexer is not None and rank is not None and layer in indexer.layers:
                     mixers += indexer.num_parameters(rank, self.hidden_size)
@@ -598,7 +437,7 @@ class ModelSpec:
             own = self.heads_of(layer)
             heads = 2 * own.num_heads
             if self.kv_source(layer) == layer:
-                heads += (1 if layer in self.keys_are_values else 2) * own.num_kv_heads
+                heads += (1 if layer in self.kv.keys_are_values else 2) * own.num_kv_heads
             mixers += (heads * own.head_dim + self.num_gates(layer)) * self.hidden_size
         if (recurrent := self.recurrent) is not None:
             mixers += len(recurrent.layers) * recurrent.num_weights(self.hidden_size)
@@ -624,16 +463,16 @@ class ModelSpec:
             raise ConfigError(f"{self.architecture} is not supported if no layer has attention")
         by_layer = [self.heads_of(layer).of_rank(num_ranks) for layer in self.attention_layers]
         are_alike = len(set(by_layer)) == 1
-        common = by_layer[0] if are_alike else self._same_heads.of_rank(num_ranks)
+        common = by_layer[0] if are_alike else self.heads.of_rank(num_ranks)
         return AttentionShape(
             num_heads=common.num_heads,
             num_kv_heads=common.num_kv_heads,
             head_dim=common.head_dim,
-            scale=self.attention_scale or common.head_dim**-0.5,
-            cap=self.score_cap,
+            scale=self.scores.scale or common.head_dim**-0.5,
+            cap=self.scores.cap,
             windows=tuple(self.windows[layer] for layer in self.attention_layers),
             sections=self.sections,
-            sinks=self.sinks,
+            sinks=self.scores.sinks,
             one_pool=self.recurrent is not None,  # snapshots do not keep window pages
             by_layer=() if are_alike else tuple(by_layer),
             latent_dim=None if self.latent is None else self.latent.latent_dim,

@@ -125,46 +125,46 @@ class SelfAttention(nn.Module):
         self.head_dim = head_dim = of_layer.head_dim
         queries = even_share(of_layer.num_heads * head_dim, group, "the attention heads' outputs")
         keys = kv_head_share(of_layer.num_kv_heads, head_dim, group)
-        self.gates_apart = spec.gated_attention and spec.gates_apart
-        self._output_gate = spec.output_gate
-        self._gate_dim = 1 if spec.head_gates else head_dim
-        self.is_gated = spec.gated_attention and not spec.gates_apart
-        self.has_own_kv, self.keys_are_values = source == layer, layer in spec.keys_are_values
-        self.value_norm = spec.value_norm
+        self._gates = gates = spec.attention_gates
+        self._gates_apart, self._gates_in_queries = spec.gates_apart, spec.gates_in_queries
+        self._gate_dim = 1 if gates is not None and gates.one_per_head else head_dim
+        self.has_own_kv, self.keys_are_values = source == layer, layer in spec.kv.keys_are_values
+        self.value_norm = spec.kv.value_norm
         parts = _projections(spec, layer, queries, keys)
         hidden_size, name = spec.hidden_size, f"model.layers.{layer}.self_attn"
         self.qkv_proj = MergedColumnLinear(
-            name, in_features or hidden_size, parts, bias=spec.qkv_bias, matrices=matrices
+            name, in_features or hidden_size, parts, bias=spec.biases.qkv, matrices=matrices
         )
         self.o_proj = RowLinear(
             f"{name}.o_proj",
             queries.total,
             hidden_size,
-            bias=spec.output_bias,
+            bias=spec.biases.output,
             group=group,
             matrices=matrices,
         )
-        self.eps = spec.norm_eps
+        self.eps = spec.norms.eps
         self.qk_norm: HeadNorm | TokenNorm | None = None
         self._norm_last = spec.qk_norm == "rotated"
         assert self.has_own_kv or not self._norm_last
         if spec.qk_norm == "token":
-            self.qk_norm = TokenNorm(queries, keys, spec.norm_eps, group)
+            self.qk_norm = TokenNorm(queries, keys, spec.norms.eps, group)
         elif spec.qk_norm is not None and (spec.qk_norm != "unweighted" or rope is not None):
             self.qk_norm = HeadNorm(
                 self.num_heads,
                 self.num_kv_heads if self.has_own_kv else 0,
                 self.head_dim,
-                offset=spec.norm_offset,
+                offset=spec.norms.offset,
                 weighted=not spec.qk_norm.startswith("unweighted"),
             )
         self._heads = even_share(of_layer.num_heads, group, "attention heads")
-        self.sinks = empty_parameter(self.num_heads) if spec.sinks else None
+        self.sinks = empty_parameter(self.num_heads) if spec.scores.sinks else None
         self._are_heads_tiles = (
             head_dim in HEAD_DIMS
             and self.has_own_kv
             and spec.qk_norm not in ("token", "rotated")
-            and not (spec.gated_attention or self.value_norm)
+            and gates is None
+            and not self.value_norm
             and (rope is None or (rope.rotated == 1.0 and not rope.interleaved))
         )
         self._heads_kernel: HeadsKernel | None = None
@@ -235,9 +235,9 @@ class SelfAttention(nn.Module):
         if step.query_scale is not None:
             q = q * step.query_scale
         attended = step.attend(q, self.kv, self.layer)
-        if gate is None:
+        if gate is None or self._gates is None:
             return attended.flatten(1)
-        return gate_output(attended, gate, self._output_gate, pdl=step.pdl)
+        return gate_output(attended, gate, self._gates.function, pdl=step.pdl)
 
     def _queries(self, x: Normed, step: StepContext) -> tuple[Tensor, Tensor | None]:
         """The rotated queries and, if there are any, the gates of attention's output, both
@@ -271,11 +271,11 @@ class SelfAttention(nn.Module):
             q = rotated_queries(qkv, places, self.num_heads, weights, self.eps, pdl=step.pdl)
             return q, None
         gate: Tensor | None = None
-        if self.gates_apart:
+        if self._gates_apart:
             qkv, gates = qkv.tensor_split([qkv.shape[1] - self.num_heads * self._gate_dim], dim=1)
             gate = gates.view(len(qkv), self.num_heads, self._gate_dim)
             gate = gate.expand(-1, -1, self.head_dim)  # some models have one for a whole head
-        elif self.is_gated:
+        elif self._gates_in_queries:
             gate = gates_of(qkv, self.num_heads, self.head_dim)
         if isinstance(norm, TokenNorm):
             norm.apply_to(qkv)
@@ -286,7 +286,7 @@ class SelfAttention(nn.Module):
             num_heads=self.num_heads,
             head_weights=None if head_norm is None else head_norm.weight,
             norm_last=self._norm_last,
-            gated=self.is_gated,
+            gated=self._gates_in_queries,
             value_norm=self.value_norm,
             keys_are_values=self.keys_are_values,
             eps=self.eps,
@@ -298,15 +298,15 @@ class SelfAttention(nn.Module):
 def _projections(spec: ModelSpec, layer: int, queries: Share, keys: Share) -> dict[str, Share]:
     """The projections of a layer's input by name, each with a rank's share of its outputs."""
     parts = {"q_proj": queries}
-    if spec.gated_attention and not spec.gates_apart:
+    if spec.gates_in_queries:
         # for each head the query, then the gate of its output
         parts["q_proj"] = Share(*(2 * n for n in astuple(queries)))
     if spec.kv_source(layer) == layer:
         parts["k_proj"] = keys
-        if layer not in spec.keys_are_values:
+        if layer not in spec.kv.keys_are_values:
             parts["v_proj"] = keys
-    if spec.gated_attention and spec.gates_apart:
+    if spec.attention_gates is not None and spec.attention_gates.apart:
         assert "k_proj" in parts
-        of_gate = spec.heads_of(layer).head_dim if spec.head_gates else 1
+        of_gate = spec.heads_of(layer).head_dim if spec.attention_gates.one_per_head else 1
         parts["gate_proj"] = Share(*(n // of_gate for n in astuple(queries)))
     return parts

@@ -24,9 +24,12 @@ from minisgl_backend.model_check import (
     num_adapted,
     state_dtype_name,
 )
+from minisgl_backend.models.attention_spec import AttentionGates, ScoresSpec
 from minisgl_backend.models.catalog import load_spec, parse_spec
 from minisgl_backend.models.checkpoint import tensor_files
-from minisgl_backend.models.spec import LatentSpec, MoeSpec
+from minisgl_backend.models.latent_spec import LatentSpec
+from minisgl_backend.models.norms_spec import NormsSpec
+from minisgl_backend.models.spec import MoeSpec
 from minisgl_backend.precheck import check_meeting_point, check_options, device_type
 from minisgl_backend.weight_format import CONVERT_TO_FP8
 from minisgl_bench.dummy_model import SHAPES
@@ -258,16 +261,16 @@ def test_sections_begin_with_pages(folder: Path) -> None:
     ("changes", "message"),
     [
         ({"gate": "gelu"}, "gates by GELU"),
-        ({"norms": "around"}, "norms of the outputs"),
+        ({"norms": NormsSpec(eps=1e-6, place="around")}, "norms of the outputs"),
         ({"qk_norm": "token"}, "norms over all heads"),
-        ({"sinks": True}, "attention sinks"),
+        ({"scores": ScoresSpec(sinks=True)}, "attention sinks"),
         (
             {"latent": LatentSpec(latent_dim=8, rope_dim=8, nope_dim=8, value_dim=8)},
             "latent attention",
         ),
-        ({"heads": (LayerHeads(4, 2, 64),) * 4}, "layers that differ in their heads"),
+        ({"heads_by_layer": (LayerHeads(4, 2, 64),) * 4}, "layers that differ in their heads"),
         ({"scaled_layers": True}, "layers with inputs of their own"),
-        ({"gated_attention": True}, "gated attention"),
+        ({"attention_gates": AttentionGates()}, "gated attention"),
         ({"weights": CONVERT_TO_FP8}, "quantized weights"),
         ({"moe": {"routing": {"sigmoid": True}}}, "routers that compute in float32"),
         ({"moe": {"routing": {"corrected": True}}}, "routers that compute in float32"),

@@ -66,13 +66,13 @@ def adapted_shapes(spec: ModelSpec) -> Iterator[tuple[str, int, int]]:
             heads = spec.heads_of(layer)
             queries, keys = (n * heads.head_dim for n in (heads.num_heads, heads.num_kv_heads))
             attention = f"model.layers.{layer}.self_attn"
-            times = 2 if spec.gated_attention and not spec.gates_apart else 1
+            times = 2 if spec.gates_in_queries else 1
             yield f"{attention}.q_proj", queries * times, hidden
             if spec.gates_apart:
                 yield f"{attention}.gate_proj", spec.num_gates(layer), hidden
             if spec.kv_source(layer) == layer:
                 yield f"{attention}.k_proj", keys, hidden
-                if layer not in spec.keys_are_values:
+                if layer not in spec.kv.keys_are_values:
                     yield f"{attention}.v_proj", keys, hidden
             yield f"{attention}.o_proj", hidden, queries
         if not spec.has_part(layer, "feed-forward"):

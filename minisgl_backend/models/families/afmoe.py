@@ -4,10 +4,12 @@ with gates of its own."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Final
 
 from minisgl_backend.experts_spec import ExpertsSpec, RoutingRule
+from minisgl_backend.models.attention_spec import AttentionGates
 from minisgl_backend.models.common_fields import common_fields
 from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.families.fields import (
@@ -17,7 +19,7 @@ from minisgl_backend.models.families.fields import (
     shared_experts,
     windows_by_kind,
 )
-from minisgl_backend.models.spec import MOST_EXPERTS, MOST_WIDTH, ModelSpec, MoeSpec
+from minisgl_backend.models.spec import MOST_EXPERTS, MOST_WIDTH, ModelSpec, MoeSpec, ScalesSpec
 from minisgl_backend.models.tensor_names import TensorNames
 
 _SUPPORTED: Final[Mapping[str, object]] = MappingProxyType(
@@ -46,8 +48,9 @@ def read_afmoe(config: ConfigReader) -> ModelSpec:
     kinds = listed or kinds_by_pattern(num_layers, every)
     fields["windows"] = windows_by_kind(kinds, config.integer("sliding_window", 1024))
     fields["ropes"] = tuple(rope if kind == "sliding_attention" else None for kind in kinds)
+    fields["norms"] = replace(fields["norms"], place="around")
     if config.flag("mup_enabled"):
-        fields["embedding_scale"] = fields["hidden_size"] ** 0.5
+        fields["scales"] = ScalesSpec(embedding=fields["hidden_size"] ** 0.5)
     dense = config.integer("num_dense_layers", 1, minimum=0)
     layers = frozenset(range(dense, num_layers))
     names = TensorNames(
@@ -60,10 +63,8 @@ def read_afmoe(config: ConfigReader) -> ModelSpec:
     )
     return ModelSpec(
         architecture="AfmoeForCausalLM",
-        norms="around",
         qk_norm="head",
-        gated_attention=True,
-        gates_apart=True,
+        attention_gates=AttentionGates(apart=True),
         moe=MoeSpec(experts=_experts(config), layers=layers) if layers else None,
         names=names,
         **fields,

@@ -30,9 +30,8 @@ def read_bamba(config: ConfigReader) -> ModelSpec:
     mamba = read_mamba(config, fields["hidden_size"], layers)
     return ModelSpec(
         architecture="BambaForCausalLM",
-        mlp_bias=config.flag("mlp_bias"),
+        biases=attention_biases(config, mlp=config.flag("mlp_bias")),
         recurrent=mamba if layers else None,
         names=TensorNames(renamed=RENAMED, merged=merged_parts(".mamba", mamba)),
-        **attention_biases(config),
         **fields,
     )

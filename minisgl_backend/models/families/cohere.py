@@ -26,6 +26,7 @@ from minisgl_backend.models.spec import (
     MOST_WIDTH,
     ModelSpec,
     MoeSpec,
+    ScalesSpec,
 )
 from minisgl_backend.models.tensor_names import TensorNames
 
@@ -79,7 +80,7 @@ def read_cohere2_moe(config: ConfigReader) -> ModelSpec:
         rope if window is not None or (of_dense == 1 and layer not in sparse) else None
         for layer, window in enumerate(windows)
     )
-    fields["centered_norms"] = "rms_norm_eps" not in config.values
+    fields["norms"] = replace(fields["norms"], centered="rms_norm_eps" not in config.values)
     inner = fields["intermediate_size"]  # of an expert
     key = "prefix_dense_intermediate_size"
     fields["intermediate_size"] = config.integer(key, inner, maximum=MOST_WIDTH)
@@ -129,9 +130,9 @@ def _command_fields(config: ConfigReader) -> dict[str, Any]:
     fields = common_fields(config)
     more = {
         "rope": replace(fields["rope"], interleaved=True),
-        "centered_norms": True,
-        "parallel_parts": True,
-        "logit_scale": config.number("logit_scale", 0.0625),
-        **attention_biases(config),
+        "norms": replace(fields["norms"], centered=True),
+        "parallel": "parts",
+        "scales": ScalesSpec(logits=config.number("logit_scale", 0.0625)),
+        "biases": attention_biases(config),
     }
     return fields | more

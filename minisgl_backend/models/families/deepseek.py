@@ -20,7 +20,7 @@ from minisgl_backend.models.families.fields import (
 )
 from minisgl_backend.models.families.latents import latent_fields, read_indexer
 from minisgl_backend.models.families.mtp_layers import left_out_mtp, mtp_behind
-from minisgl_backend.models.spec import MOST_EXPERTS, MOST_WIDTH, ModelSpec, MoeSpec
+from minisgl_backend.models.spec import MOST_EXPERTS, MOST_WIDTH, ModelSpec, MoeSpec, MTPSpec
 from minisgl_backend.models.tensor_names import TensorNames
 
 _OF_V3: Final[Mapping[str, object]] = MappingProxyType(
@@ -66,7 +66,7 @@ def read_deepseek_v3(config: ConfigReader) -> ModelSpec:
         architecture="DeepseekV3ForCausalLM",
         moe=moe if moe.layers else None,
         names=TensorNames(left_out=left_out_mtp(config, num_layers)),
-        **mtp_behind(config, num_layers),
+        mtp=mtp_behind(config, num_layers),
         **fields,
     )
 
@@ -113,9 +113,9 @@ def _with_indexer(
         for layer in range(num_layers)
         if layer not in indexer.layers
     )
-    guesses = mtp_behind(config, num_layers)
-    if (mtp := guesses.get("mtp")) is not None:
-        guesses["mtp"] = replace(mtp, left_out=(*mtp.left_out, *unused))
+    mtp = mtp_behind(config, num_layers)
+    if isinstance(mtp, MTPSpec):
+        mtp = replace(mtp, left_out=(*mtp.left_out, *unused))
     dense = config.integer("first_k_dense_replace", 3, minimum=0)
     with_experts = layers_with_experts(config, num_layers, dense=dense)
     moe = replace(deepseek_experts(config, num_layers, first=3), layers=with_experts)
@@ -123,7 +123,7 @@ def _with_indexer(
         architecture=architecture,
         moe=moe if with_experts else None,
         names=TensorNames(left_out=(*left_out_mtp(config, num_layers), *unused)),
-        **guesses,
+        mtp=mtp,
         **{**fields, "latent": replace(latent, indexer=indexer)},
     )
 
@@ -190,7 +190,7 @@ def read_glm4_moe_lite(config: ConfigReader) -> ModelSpec:
         architecture="Glm4MoeLiteForCausalLM",
         moe=moe if layers else None,
         names=TensorNames(left_out=left_out_mtp(config, num_layers)),
-        **mtp_behind(config, num_layers),
+        mtp=mtp_behind(config, num_layers),
         **fields,
     )
 

@@ -30,6 +30,7 @@ from minisgl_backend.models.spec import (
     MOST_EXPERTS,
     MOST_HEADS,
     MOST_WIDTH,
+    BiasesSpec,
     ModelSpec,
     MoeSpec,
 )
@@ -49,11 +50,11 @@ def read_glm4_moe(config: ConfigReader) -> ModelSpec:
     num_layers = fields["num_layers"]
     return ModelSpec(
         architecture="Glm4MoeForCausalLM",
-        qkv_bias=config.flag("attention_bias"),
+        biases=BiasesSpec(qkv=config.flag("attention_bias")),
         qk_norm="head" if config.flag("use_qk_norm") else None,
         moe=deepseek_experts(config, num_layers, first=1),
         names=TensorNames(left_out=left_out_mtp(config, num_layers)),
-        **mtp_behind(config, num_layers),
+        mtp=mtp_behind(config, num_layers),
         **fields,
     )
 
@@ -74,7 +75,7 @@ def read_solar_open(config: ConfigReader) -> ModelSpec:
     fields = common_fields(config)
     return ModelSpec(
         architecture="SolarOpenForCausalLM",
-        qkv_bias=config.flag("attention_bias"),
+        biases=BiasesSpec(qkv=config.flag("attention_bias")),
         moe=deepseek_experts(config, fields["num_layers"], first=0),
         **fields,
     )
@@ -199,7 +200,7 @@ def read_hy_v3(config: ConfigReader) -> ModelSpec:
         architecture="HYV3ForCausalLM",
         moe=MoeSpec(experts=experts, layers=layers) if layers else None,
         names=names,
-        **mtp_behind(config, num_layers, norm="final_layernorm"),
+        mtp=mtp_behind(config, num_layers, norm="final_layernorm"),
         **fields,
     )
 

@@ -12,7 +12,14 @@ from minisgl_backend.experts_spec import ExpertsSpec, RoutingRule, SharedExpert
 from minisgl_backend.models.common_fields import common_fields
 from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.families.fields import check_supported
-from minisgl_backend.models.spec import MOST_EXPERTS, MOST_LAYERS, MOST_WIDTH, ModelSpec, MoeSpec
+from minisgl_backend.models.spec import (
+    MOST_EXPERTS,
+    MOST_LAYERS,
+    MOST_WIDTH,
+    BiasesSpec,
+    ModelSpec,
+    MoeSpec,
+)
 from minisgl_backend.models.tensor_names import TensorNames
 
 _SUPPORTED_OF_EXPERTS: Final[Mapping[str, object]] = MappingProxyType(
@@ -28,9 +35,7 @@ def read_ernie4_5(config: ConfigReader) -> ModelSpec:
     fields = _ernie_fields(config.with_defaults(num_key_value_heads=2, head_dim=128))
     return ModelSpec(
         architecture="Ernie4_5ForCausalLM",
-        qkv_bias=bias,
-        output_bias=bias,
-        mlp_bias=bias,
+        biases=BiasesSpec(qkv=bias, output=bias, mlp=bias),
         **fields,
     )
 

@@ -27,7 +27,9 @@ def read_exaone4(config: ConfigReader) -> ModelSpec:
     """``Exaone4ForCausalLM``: the outputs of attention and feed-forward are normalized, not their
     inputs; queries and keys are normalized by head. If some layers have windows, only these rotate.
     """
-    return ModelSpec(architecture="Exaone4ForCausalLM", norms="after", **_exaone_fields(config))
+    fields = _exaone_fields(config)
+    fields["norms"] = replace(fields["norms"], place="after")
+    return ModelSpec(architecture="Exaone4ForCausalLM", **fields)
 
 
 def read_exaone4_5(config: ConfigReader) -> ModelSpec:

@@ -8,7 +8,7 @@ from minisgl_backend.models.common_fields import common_fields
 from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.families.fields import check_supported
 from minisgl_backend.models.families.mamba import RENAMED, merged_parts, read_mamba
-from minisgl_backend.models.spec import MOST_WIDTH, ModelSpec
+from minisgl_backend.models.spec import MOST_WIDTH, ModelSpec, ScalesSpec
 from minisgl_backend.models.tensor_names import TensorNames
 
 _NO_BIASES: Final = ("attention_bias", "mamba_proj_bias", "mlp_bias", "projectors_bias")
@@ -42,10 +42,12 @@ def read_falcon_h1(config: ConfigReader) -> ModelSpec:
     mamba = read_mamba(config, fields["hidden_size"], layers, inner=inner, normed=has_norm)
     return ModelSpec(
         architecture="FalconH1ForCausalLM",
-        embedding_scale=config.number("embedding_multiplier", 1.0),
-        logit_scale=config.number("lm_head_multiplier", 1.0),
+        scales=ScalesSpec(
+            embedding=config.number("embedding_multiplier", 1.0),
+            logits=config.number("lm_head_multiplier", 1.0),
+        ),
         recurrent=mamba,
-        parallel_mixers=True,
+        parallel="mixers",
         names=TensorNames(
             renamed=RENAMED, merged=merged_parts(".mamba", mamba), scaled=_multipliers(config)
         ),

@@ -13,7 +13,8 @@ from minisgl_backend.errors import ConfigError
 from minisgl_backend.experts_spec import RoutingRule, SharedExpert
 from minisgl_backend.models.common_fields import common_fields, read_rope
 from minisgl_backend.models.config_json import ConfigReader
-from minisgl_backend.models.spec import MOST_EXPERTS, ModelSpec, RopeSpec
+from minisgl_backend.models.rope_spec import RopeSpec
+from minisgl_backend.models.spec import MOST_EXPERTS, BiasesSpec, ModelSpec
 from minisgl_backend.models.tensor_names import MULTIMODAL
 
 ATTENTION_KINDS: Final = ("sliding_attention", "full_attention")
@@ -68,16 +69,19 @@ def check_supported(config: ConfigReader, supported: Mapping[str, object]) -> No
             raise ConfigError(f"{config.where}: {key} {given!r} is not supported, only {only!r}")
 
 
-def attention_biases(config: ConfigReader, default: bool = False) -> dict[str, Any]:
-    """Whether all projections of attention have biases: ``attention_bias``."""
+def attention_biases(
+    config: ConfigReader, default: bool = False, *, mlp: bool = False
+) -> BiasesSpec:
+    """Whether all projections of attention have biases: ``attention_bias``; and whether those of
+    feed-forward blocks do."""
     bias = config.flag("attention_bias", default)
-    return {"qkv_bias": bias, "output_bias": bias}
+    return BiasesSpec(qkv=bias, output=bias, mlp=mlp)
 
 
 def qk_normed_fields(config: ConfigReader, *, head_dim: int | None = None) -> dict[str, Any]:
     """The common fields, with queries and keys normalized by head, and perhaps biases."""
     fields = common_fields(config, head_dim=head_dim)
-    return {**fields, "qk_norm": "head", **attention_biases(config)}
+    return {**fields, "qk_norm": "head", "biases": attention_biases(config)}
 
 
 def read_routing(

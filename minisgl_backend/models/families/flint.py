@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from minisgl_backend.experts_spec import ExpertsSpec, RoutingRule, SharedExpert
+from minisgl_backend.models.attention_spec import ScoresSpec
 from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.families.fields import (
     ATTENTION_KINDS,
@@ -32,7 +33,7 @@ def read_flint(config: ConfigReader) -> ModelSpec:
     layers = sparse_layers(config, num_layers)
     return ModelSpec(
         architecture="FlintForCausalLM",
-        sinks=True,
+        scores=ScoresSpec(sinks=True),
         moe=MoeSpec(experts=_experts(config), layers=layers) if layers else None,
         names=TensorNames(renamed=((".softmax_offset", ".sinks"),)),
         **fields,

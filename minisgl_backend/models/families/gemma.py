@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from minisgl_backend.attention.base import LayerHeads
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.experts_spec import ExpertsSpec, RoutingRule
+from minisgl_backend.models.attention_spec import KVSpec, ScoresSpec
 from minisgl_backend.models.common_fields import common_fields, read_rope
 from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.families.fields import (
@@ -32,6 +32,7 @@ from minisgl_backend.models.spec import (
     LayerInputs,
     ModelSpec,
     MoeSpec,
+    ScalesSpec,
 )
 from minisgl_backend.models.tensor_names import TensorNames
 
@@ -50,12 +51,12 @@ def read_gemma(config: ConfigReader) -> ModelSpec:
         tie_word_embeddings=True,
     )
     fields = common_fields(config)
+    fields["norms"] = replace(fields["norms"], offset=1.0)
     return ModelSpec(
         architecture="GemmaForCausalLM",
-        norm_offset=1.0,
         gate="gelu",
-        embedding_scale=fields["hidden_size"] ** 0.5,
-        **attention_biases(config),
+        scales=ScalesSpec(embedding=fields["hidden_size"] ** 0.5),
+        biases=attention_biases(config),
         **fields,
     )
 
@@ -68,16 +69,19 @@ def read_gemma2(config: ConfigReader) -> ModelSpec:
     num_layers = fields["num_layers"]
     kinds = config.layer_kinds(ATTENTION_KINDS, num_layers) or kinds_by_pattern(num_layers, 2)
     fields["windows"] = windows_by_kind(kinds, config.integer_or_null("sliding_window", 4096))
+    fields["norms"] = replace(fields["norms"], place="around", offset=1.0)
     return ModelSpec(
         architecture="Gemma2ForCausalLM",
-        norms="around",
-        norm_offset=1.0,
         gate="gelu",
-        attention_scale=config.number("query_pre_attn_scalar") ** -0.5,
-        embedding_scale=fields["hidden_size"] ** 0.5,
-        score_cap=_cap(config, "attn_logit_softcapping", 50.0),
-        logit_cap=_cap(config, "final_logit_softcapping", 30.0),
-        **attention_biases(config),
+        scores=ScoresSpec(
+            scale=config.number("query_pre_attn_scalar") ** -0.5,
+            cap=_cap(config, "attn_logit_softcapping", 50.0),
+        ),
+        scales=ScalesSpec(
+            embedding=fields["hidden_size"] ** 0.5,
+            logit_cap=_cap(config, "final_logit_softcapping", 30.0),
+        ),
+        biases=attention_biases(config),
         **fields,
     )
 
@@ -86,7 +90,8 @@ def read_vaultgemma(config: ConfigReader) -> ModelSpec:
     """``VaultGemmaForCausalLM``: Gemma 2 with norms of inputs alone."""
     names = TensorNames(renamed=((".pre_feedforward_layernorm.", ".post_attention_layernorm."),))
     spec = read_gemma2(config)
-    return replace(spec, architecture="VaultGemmaForCausalLM", norms="before", names=names)
+    norms = replace(spec.norms, place="before")
+    return replace(spec, architecture="VaultGemmaForCausalLM", norms=norms, names=names)
 
 
 def _cap(config: ConfigReader, key: str, default: float) -> float:
@@ -116,15 +121,14 @@ def read_gemma3_text(config: ConfigReader) -> ModelSpec:
             raise config.error("rope_scaling", f"a stretch of {rope.max_positions}", rope.factor)
         fields["rope"] = replace(rope, max_positions=int(unstretched))
     set_kinds(fields, kinds, config.integer("sliding_window", 4096), local)
+    fields["norms"] = replace(fields["norms"], place="around", offset=1.0)
     return ModelSpec(
         architecture="Gemma3ForCausalLM",
         qk_norm="head",
-        norms="around",
-        norm_offset=1.0,
         gate="gelu",
-        attention_scale=config.number("query_pre_attn_scalar", 256) ** -0.5,
-        embedding_scale=fields["hidden_size"] ** 0.5,
-        **attention_biases(config),
+        scores=ScoresSpec(scale=config.number("query_pre_attn_scalar", 256) ** -0.5),
+        scales=ScalesSpec(embedding=fields["hidden_size"] ** 0.5),
+        biases=attention_biases(config),
         **fields,
     )
 
@@ -150,9 +154,8 @@ def read_gemma4_text(config: ConfigReader) -> ModelSpec:
     local = read_local_rope(config, most, by_kind.get("sliding_attention", {}))
     set_kinds(fields, kinds, config.integer("sliding_window", 512), local)
     are_keys = config.flag("attention_k_eq_v")
-    fields["heads"] = _heads_by_kind(config, fields, kinds, are_keys)
+    fields["heads_by_layer"] = _heads_by_kind(config, fields["heads"], kinds, are_keys)
     first_reader = num_layers - config.integer("num_kv_shared_layers", 0, minimum=0)
-    fields["kv_sources"] = _kv_sources(config, kinds, first_reader)
     if config.flag("use_double_wide_mlp"):
         inner = fields["intermediate_size"]
         fields["intermediate_sizes"] = tuple(
@@ -161,21 +164,26 @@ def read_gemma4_text(config: ConfigReader) -> ModelSpec:
     fields["layer_inputs"] = _layer_inputs(config, fields["vocab_size"])
     if config.flag("enable_moe_block"):
         fields["moe"] = _experts_beside(config, num_layers)
+    fields["norms"] = replace(fields["norms"], place="around")
     is_capped = "final_logit_softcapping" in config.values
     full = frozenset(layer for layer, kind in enumerate(kinds) if kind == "full_attention")
     return ModelSpec(
         architecture="Gemma4ForCausalLM",
         qk_norm="head",
-        value_norm=True,
-        keys_are_values=full if are_keys else frozenset(),
-        norms="around",
+        kv=KVSpec(
+            sources=_kv_sources(config, kinds, first_reader),
+            value_norm=True,
+            keys_are_values=full if are_keys else frozenset(),
+        ),
         gate="gelu",
-        attention_scale=1.0,
-        embedding_scale=fields["hidden_size"] ** 0.5,
-        logit_cap=config.number("final_logit_softcapping") if is_capped else 0.0,
+        scores=ScoresSpec(scale=1.0),
+        scales=ScalesSpec(
+            embedding=fields["hidden_size"] ** 0.5,
+            logit_cap=config.number("final_logit_softcapping") if is_capped else 0.0,
+        ),
         scaled_layers=True,
         names=TensorNames(left_out=_unused_kv_names(range(first_reader, num_layers))),
-        **attention_biases(config),
+        biases=attention_biases(config),
         **fields,
     )
 
@@ -254,11 +262,10 @@ def _unused_kv_names(readers: Iterable[int]) -> tuple[str, ...]:
 
 
 def _heads_by_kind(
-    config: ConfigReader, fields: Mapping[str, Any], kinds: Sequence[str], are_keys: bool
+    config: ConfigReader, narrow: LayerHeads, kinds: Sequence[str], are_keys: bool
 ) -> tuple[LayerHeads, ...]:
-    """The heads of each layer. Layers without a window have their own sizes, in the publisher's
-    spelling or, by layer, in that of transformers."""
-    narrow = LayerHeads(fields["num_heads"], fields["num_kv_heads"], fields["head_dim"])
+    """The heads of each layer, which are ``narrow`` by default. Layers without a window have their
+    own sizes, in the publisher's spelling or, by layer, in that of transformers."""
     if listed := config.table("per_layer_config"):
         found = [narrow] * len(kinds)
         for layer in listed:  # transformers pads all to the number of digits of the last: "05"

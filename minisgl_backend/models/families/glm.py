@@ -11,7 +11,7 @@ from minisgl_backend.models.common_fields import common_fields
 from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.families.deepseek_experts import read_glm4_moe
 from minisgl_backend.models.families.fields import check_supported, text_of_vl, text_part
-from minisgl_backend.models.spec import ModelSpec
+from minisgl_backend.models.spec import BiasesSpec, ModelSpec
 from minisgl_backend.models.tensor_names import TensorNames
 
 _NORMS: Final = (
@@ -32,7 +32,8 @@ def read_glm4(config: ConfigReader) -> ModelSpec:
     normalized, too."""
     fields = _glm_fields(config)
     fields["names"] = replace(fields["names"], renamed=_NORMS)
-    return ModelSpec(architecture="Glm4ForCausalLM", norms="around", **fields)
+    fields["norms"] = replace(fields["norms"], place="around")
+    return ModelSpec(architecture="Glm4ForCausalLM", **fields)
 
 
 def read_glm4v(config: ConfigReader) -> ModelSpec:
@@ -91,6 +92,6 @@ def _glm_fields(config: ConfigReader) -> dict[str, Any]:
     return {
         **fields,
         "rope": replace(fields["rope"], interleaved=True),
-        "qkv_bias": config.flag("attention_bias", True),
+        "biases": BiasesSpec(qkv=config.flag("attention_bias", True)),
         "names": TensorNames(merged=merged),
     }

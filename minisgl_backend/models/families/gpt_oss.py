@@ -7,6 +7,7 @@ from typing import Final
 
 from minisgl_backend.experts_spec import ExpertsSpec
 from minisgl_backend.gates import ClampedGate
+from minisgl_backend.models.attention_spec import ScoresSpec
 from minisgl_backend.models.common_fields import common_fields
 from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.families.fields import (
@@ -61,9 +62,9 @@ def read_gpt_oss(config: ConfigReader) -> ModelSpec:
     )
     return ModelSpec(
         architecture="GptOssForCausalLM",
-        sinks=True,
+        scores=ScoresSpec(sinks=True),
         moe=MoeSpec(experts=experts, layers=frozenset(range(num_layers))),
         names=TensorNames(keeps_stacks=True),
-        **attention_biases(config, default=True),
+        biases=attention_biases(config, default=True),
         **fields,
     )

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from minisgl_backend.experts_spec import ExpertsSpec, SharedExpert
+from minisgl_backend.models.attention_spec import ScoresSpec
 from minisgl_backend.models.common_fields import common_fields
 from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.families.fields import (
@@ -17,7 +18,7 @@ from minisgl_backend.models.families.fields import (
     windows_by_kind,
 )
 from minisgl_backend.models.families.mamba import merged_parts, read_kinds, read_mamba
-from minisgl_backend.models.spec import MOST_EXPERTS, MOST_WIDTH, ModelSpec, MoeSpec
+from minisgl_backend.models.spec import MOST_EXPERTS, MOST_WIDTH, ModelSpec, MoeSpec, ScalesSpec
 from minisgl_backend.models.tensor_names import TensorNames
 
 _RENAMED: Final = (
@@ -39,8 +40,7 @@ def read_granite(config: ConfigReader) -> ModelSpec:
     """``GraniteForCausalLM``, Granite 3."""
     return ModelSpec(
         architecture="GraniteForCausalLM",
-        mlp_bias=config.flag("mlp_bias"),
-        **granite_fields(config),
+        **granite_fields(config, mlp_bias=config.flag("mlp_bias")),
     )
 
 
@@ -65,8 +65,7 @@ def read_granite_swa(config: ConfigReader) -> ModelSpec:
     )
     return ModelSpec(
         architecture="GraniteSWAForCausalLM",
-        mlp_bias=config.flag("mlp_bias"),
-        **_swa_fields(config),
+        **_swa_fields(config, mlp_bias=config.flag("mlp_bias")),
     )
 
 
@@ -116,20 +115,23 @@ def _hybrid_kinds(config: ConfigReader, num_layers: int) -> list[str]:
     return kinds
 
 
-def granite_fields(config: ConfigReader) -> dict[str, Any]:
+def granite_fields(config: ConfigReader, *, mlp_bias: bool = False) -> dict[str, Any]:
     """The common fields with Granite's multipliers, and perhaps biases of attention."""
     return {
-        "attention_scale": config.number("attention_multiplier", 1.0),
-        "embedding_scale": config.number("embedding_multiplier", 1.0),
-        "branch_scale": config.number("residual_multiplier", 1.0),
-        "logit_scale": 1 / config.number("logits_scaling", 1.0),
-        **attention_biases(config),
+        "scores": ScoresSpec(scale=config.number("attention_multiplier", 1.0)),
+        "scales": ScalesSpec(
+            embedding=config.number("embedding_multiplier", 1.0),
+            branch=config.number("residual_multiplier", 1.0),
+            logits=1 / config.number("logits_scaling", 1.0),
+        ),
+        "biases": attention_biases(config, mlp=mlp_bias),
         **common_fields(config),
     }
 
 
-def _swa_fields(config: ConfigReader) -> dict[str, Any]:
-    fields = {**granite_fields(config), "sinks": True}
+def _swa_fields(config: ConfigReader, *, mlp_bias: bool = False) -> dict[str, Any]:
+    fields = granite_fields(config, mlp_bias=mlp_bias)
+    fields["scores"] = replace(fields["scores"], sinks=True)
     num_layers, rope = fields["num_layers"], fields["rope"]
     kinds = config.layer_kinds(ATTENTION_KINDS, num_layers) or [
         "sliding_attention" if layer % 4 else "full_attention" for layer in range(num_layers)

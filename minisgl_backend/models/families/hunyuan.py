@@ -75,7 +75,7 @@ def _hunyuan_fields(config: ConfigReader) -> dict[str, Any]:
     return {
         **_stretched_fields(config),
         "qk_norm": "rotated",
-        **attention_biases(config),
+        "biases": attention_biases(config),
     }
 
 
@@ -103,7 +103,7 @@ def _stretched_fields(config: ConfigReader) -> dict[str, Any]:
     fields = common_fields(config)
     if alpha is None:
         return fields
-    head_dim, rope_spec = fields["head_dim"], fields["rope"]
+    head_dim, rope_spec = fields["heads"].head_dim, fields["rope"]
     if head_dim < 4:
         raise ConfigError(f"{where}: alpha needs heads of 4 dimensions or more")
     theta = rope_spec.theta * alpha ** (head_dim / (head_dim - 2))

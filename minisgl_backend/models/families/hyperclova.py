@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from dataclasses import replace
+from typing import Final
 
+from minisgl_backend.models.attention_spec import ScoresSpec
 from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.families.granite import granite_fields
 from minisgl_backend.models.spec import ModelSpec
@@ -20,12 +22,12 @@ _NORMS: Final = (
 def read_hyperclovax(config: ConfigReader) -> ModelSpec:
     """``HyperCLOVAXForCausalLM``, HyperCLOVA X SEED Think 14B. In contrast to Granite,
     ``logits_scaling`` multiplies the logits, and scores are scaled as usual by default."""
-    fields: dict[str, Any] = granite_fields(config)
-    fields["logit_scale"] = config.number("logits_scaling", 1.0)
+    fields = granite_fields(config, mlp_bias=config.flag("mlp_bias"))
+    logit_scale = config.number("logits_scaling", 1.0)
+    fields["scales"] = replace(fields["scales"], logits=logit_scale)
     if "attention_multiplier" not in config.values:
-        fields["attention_scale"] = fields["head_dim"] ** -0.5
+        fields["scores"] = ScoresSpec(scale=fields["heads"].head_dim ** -0.5)
     if config.flag("use_post_norm", True):
-        fields |= {"norms": "around", "names": TensorNames(renamed=_NORMS)}
-    return ModelSpec(
-        architecture="HyperCLOVAXForCausalLM", mlp_bias=config.flag("mlp_bias"), **fields
-    )
+        fields["norms"] = replace(fields["norms"], place="around")
+        fields["names"] = TensorNames(renamed=_NORMS)
+    return ModelSpec(architecture="HyperCLOVAXForCausalLM", **fields)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final
 
 from minisgl_backend.experts_spec import ExpertsSpec, RoutingRule, SharedExpert
@@ -45,9 +46,9 @@ def read_kolibri1(config: ConfigReader) -> ModelSpec:
         raise config.error("sliding_window", "an integer", window)
     fields["windows"] = windows_by_kind(kinds, window)
     fields["ropes"] = ropes_by_window(fields["windows"], rope)
+    fields["norms"] = replace(fields["norms"], place="around")
     return ModelSpec(
         architecture="Kolibri1ForCausalLM",
-        norms="around",
         qk_norm="head",
         moe=MoeSpec(experts=_experts(config, inner), layers=frozenset(range(num_layers))),
         names=_NAMES,

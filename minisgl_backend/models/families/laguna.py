@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Final
 
 from minisgl_backend.attention.base import LayerHeads
 from minisgl_backend.experts_spec import ExpertsSpec, RoutingRule, SharedExpert
+from minisgl_backend.models.attention_spec import AttentionGates
 from minisgl_backend.models.common_fields import common_fields, read_rope
 from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.families.fields import (
@@ -77,11 +79,10 @@ def read_laguna(config: ConfigReader) -> ModelSpec:
     return ModelSpec(
         architecture="LagunaForCausalLM",
         qk_norm="head",
-        gated_attention=True,
-        gates_apart=True,
-        head_gates=gating != "per-element",
-        output_gate="softplus",
-        heads=_heads(config, fields),
+        attention_gates=AttentionGates(
+            apart=True, one_per_head=gating != "per-element", function="softplus"
+        ),
+        heads_by_layer=_heads(config, num_layers, fields["heads"]),
         moe=MoeSpec(experts=_experts(config), layers=layers) if layers else None,
         names=_NAMES,
         **fields,
@@ -92,19 +93,19 @@ def _common_fields(config: ConfigReader) -> dict[str, Any]:
     return common_fields(config, partial=True)
 
 
-def _heads(config: ConfigReader, fields: Mapping[str, Any]) -> tuple[LayerHeads, ...]:
+def _heads(config: ConfigReader, num_layers: int, usual: LayerHeads) -> tuple[LayerHeads, ...]:
     """The heads of each layer, if config.json lists them and they are not all the same."""
-    key, num_kv_heads = "num_attention_heads_per_layer", fields["num_kv_heads"]
+    key, num_kv_heads = "num_attention_heads_per_layer", usual.num_kv_heads
     listed = config.integers(key)
     if not listed:
         return ()
     fit = all(0 < n <= MOST_HEADS and n % num_kv_heads == 0 for n in listed)
-    if len(listed) != fields["num_layers"] or not fit:
-        wanted = f"{fields['num_layers']} numbers of heads that share {num_kv_heads} KV heads"
+    if len(listed) != num_layers or not fit:
+        wanted = f"{num_layers} numbers of heads that share {num_kv_heads} KV heads"
         raise config.error(key, wanted, listed)
-    if set(listed) == {fields["num_heads"]}:
+    if set(listed) == {usual.num_heads}:
         return ()
-    return tuple(LayerHeads(n, num_kv_heads, fields["head_dim"]) for n in listed)
+    return tuple(replace(usual, num_heads=n) for n in listed)
 
 
 def _experts(config: ConfigReader) -> ExpertsSpec:

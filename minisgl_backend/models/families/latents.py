@@ -11,10 +11,13 @@ from dataclasses import replace
 from typing import Any
 
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.models.attention_spec import ScoresSpec
 from minisgl_backend.models.common_fields import common_fields
 from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.families.fields import check_supported
-from minisgl_backend.models.spec import MOST_HEADS, IndexerSpec, LatentSpec, RopeSpec
+from minisgl_backend.models.latent_spec import IndexerSpec, LatentSpec
+from minisgl_backend.models.rope_spec import RopeSpec
+from minisgl_backend.models.spec import MOST_HEADS
 
 
 def latent_fields(config: ConfigReader) -> dict[str, Any]:
@@ -39,7 +42,9 @@ def latent_fields(config: ConfigReader) -> dict[str, Any]:
         **fields,
         "latent": latent,
         "rope": replace(rope, interleaved=config.flag("rope_interleave", True)),
-        "attention_scale": latent.query_dim**-0.5 * _stretched_magnitude(config, rope) ** 2,
+        "scores": ScoresSpec(
+            scale=latent.query_dim**-0.5 * _stretched_magnitude(config, rope) ** 2
+        ),
     }
 
 

@@ -4,10 +4,12 @@ others."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Final
 
 from minisgl_backend.experts_spec import ExpertsSpec, RoutingRule
+from minisgl_backend.models.attention_spec import AttentionGates
 from minisgl_backend.models.common_fields import common_fields
 from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.families.fields import (
@@ -118,13 +120,11 @@ def read_lfm3(config: ConfigReader) -> ModelSpec:
     set_kinds(fields, kinds, config.integer_or_null("sliding_window", 256), local)
     is_gated = config.flag("use_attention_gate", True)
     fields |= _conv_fields(config, kinds, fields["hidden_size"], 7, _RENAMED_OF_LFM3)
+    fields["norms"] = replace(fields["norms"], place="around")
     return ModelSpec(
         architecture="Lfm3ForCausalLM",
-        norms="around",
-        gated_attention=is_gated,
-        gates_apart=is_gated,
-        head_gates=is_gated,
-        **attention_biases(config),
+        attention_gates=AttentionGates(apart=True, one_per_head=True) if is_gated else None,
+        biases=attention_biases(config),
         **fields,
     )
 

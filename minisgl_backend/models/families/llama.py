@@ -8,6 +8,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Final
 
+from minisgl_backend.attention.base import LayerHeads
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.models.common_fields import common_fields
 from minisgl_backend.models.config_json import ConfigReader
@@ -20,7 +21,7 @@ from minisgl_backend.models.families.fields import (
     windows_by_kind,
     with_rope,
 )
-from minisgl_backend.models.spec import ModelSpec
+from minisgl_backend.models.spec import BiasesSpec, ModelSpec
 
 _CWM_ROPE: Final[Mapping[str, object]] = MappingProxyType(
     {
@@ -41,8 +42,7 @@ def read_llama(config: ConfigReader) -> ModelSpec:
     """``LlamaForCausalLM``, Llama 2 and 3: biases are optional, and then in all projections."""
     return ModelSpec(
         architecture="LlamaForCausalLM",
-        mlp_bias=config.flag("mlp_bias"),
-        **attention_biases(config),
+        biases=attention_biases(config, mlp=config.flag("mlp_bias")),
         **common_fields(config),
     )
 
@@ -74,7 +74,8 @@ def read_cwm(config: ConfigReader) -> ModelSpec:
         "sliding_attention" if layer % 4 else "full_attention" for layer in range(num_layers)
     ]
     fields["windows"] = windows_by_kind(kinds, config.integer("sliding_window", 8192))
-    return ModelSpec(architecture="CwmForCausalLM", mlp_bias=config.flag("mlp_bias"), **fields)
+    biases = BiasesSpec(mlp=config.flag("mlp_bias"))
+    return ModelSpec(architecture="CwmForCausalLM", biases=biases, **fields)
 
 
 def read_helium(config: ConfigReader) -> ModelSpec:
@@ -87,14 +88,13 @@ def read_helium(config: ConfigReader) -> ModelSpec:
         max_position_embeddings=4096,
     )
     fields = common_fields(config)
-    size, heads = fields["hidden_size"], fields["num_heads"]
-    if fields["head_dim"] * heads != size:  # its output projection is square
-        raise config.error("head_dim", f"hidden_size / {heads} heads", fields["head_dim"])
+    heads: LayerHeads = fields["heads"]
+    if heads.num_heads * heads.head_dim != fields["hidden_size"]:  # its output projection is square
+        raise config.error("head_dim", f"hidden_size / {heads.num_heads} heads", heads.head_dim)
     fields["rope"] = replace(fields["rope"], interleaved=True)
     return ModelSpec(
         architecture="HeliumForCausalLM",
-        qkv_bias=config.flag("attention_bias"),
-        mlp_bias=config.flag("mlp_bias"),
+        biases=BiasesSpec(qkv=config.flag("attention_bias"), mlp=config.flag("mlp_bias")),
         **fields,
     )
 
@@ -113,9 +113,7 @@ def read_internlm3(config: ConfigReader) -> ModelSpec:
     )
     return ModelSpec(
         architecture="InternLM3ForCausalLM",
-        qkv_bias=bias,
-        output_bias=bias,
-        mlp_bias=bias,
+        biases=BiasesSpec(qkv=bias, output=bias, mlp=bias),
         **common_fields(config),
     )
 
@@ -132,8 +130,7 @@ def read_iquest_coder(config: ConfigReader) -> ModelSpec:
     )
     return ModelSpec(
         architecture="IQuestCoderForCausalLM",
-        mlp_bias=config.flag("mlp_bias"),
-        **attention_biases(config),
+        biases=attention_biases(config, mlp=config.flag("mlp_bias")),
         **common_fields(config),
     )
 
@@ -146,9 +143,11 @@ def read_seed_oss(config: ConfigReader) -> ModelSpec:
     )
     return ModelSpec(
         architecture="SeedOssForCausalLM",
-        qkv_bias=config.flag("attention_bias", True),
-        output_bias=config.flag("attention_out_bias"),
-        mlp_bias=config.flag("mlp_bias"),
+        biases=BiasesSpec(
+            qkv=config.flag("attention_bias", True),
+            output=config.flag("attention_out_bias"),
+            mlp=config.flag("mlp_bias"),
+        ),
         **common_fields(config),
     )
 
@@ -174,7 +173,6 @@ def read_smollm3(config: ConfigReader) -> ModelSpec:
         fields["windows"] = windows_by_kind(kinds, read_window(config))
     return ModelSpec(
         architecture="SmolLM3ForCausalLM",
-        mlp_bias=config.flag("mlp_bias"),
-        **attention_biases(config),
+        biases=attention_biases(config, mlp=config.flag("mlp_bias")),
         **fields,
     )

@@ -16,7 +16,8 @@ from minisgl_backend.models.families.fields import (
     text_config,
     text_part,
 )
-from minisgl_backend.models.spec import MOST_WIDTH, ModelSpec, MoeSpec, QueryGrowth
+from minisgl_backend.models.rope_spec import QueryGrowth
+from minisgl_backend.models.spec import MOST_WIDTH, ModelSpec, MoeSpec
 from minisgl_backend.models.tensor_names import TensorNames
 
 _KINDS: Final = ("chunked_attention", "full_attention")
@@ -58,7 +59,7 @@ def read_llama4_text(config: ConfigReader) -> ModelSpec:
         sections=any(fields["windows"]),
         moe=moe,
         names=TensorNames(renamed=((".feed_forward.", ".mlp."),), transposed_stacks=True),
-        **attention_biases(config),
+        biases=attention_biases(config),
         **fields,
     )
 

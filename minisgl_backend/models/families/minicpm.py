@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.families.latents import latent_fields
-from minisgl_backend.models.spec import ModelSpec
+from minisgl_backend.models.spec import BiasesSpec, ModelSpec, ScalesSpec
 
 
 def read_minicpm3(config: ConfigReader) -> ModelSpec:
@@ -23,14 +25,16 @@ def read_minicpm3(config: ConfigReader) -> ModelSpec:
         num_heads = config.integer("num_attention_heads")
         config = config.with_values(v_head_dim=config.integer("hidden_size") // num_heads)
     fields = latent_fields(config.with_values(rope_interleave=False))
+    scales = ScalesSpec(embedding=config.number("scale_emb", 12))
     if "scale_depth" not in config.nulls:
         depth = config.number("scale_depth", 1.4)
-        fields["branch_scale"] = depth / fields["num_layers"] ** 0.5
+        scales = replace(scales, branch=depth / fields["num_layers"] ** 0.5)
     if "dim_model_base" not in config.nulls:
-        fields["logit_scale"] = config.number("dim_model_base", 256) / fields["hidden_size"]
+        base = config.number("dim_model_base", 256)
+        scales = replace(scales, logits=base / fields["hidden_size"])
     return ModelSpec(
         architecture="MiniCPM3ForCausalLM",
-        mlp_bias=config.flag("mlp_bias"),
-        embedding_scale=config.number("scale_emb", 12),
+        biases=BiasesSpec(mlp=config.flag("mlp_bias")),
+        scales=scales,
         **fields,
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from minisgl_backend.models.common_fields import common_fields
 from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.families.fields import attention_biases, check_supported
@@ -15,13 +17,11 @@ def read_nemotron(config: ConfigReader) -> ModelSpec:
     config = config.with_values(
         hidden_act="silu", rms_norm_eps=config.number("norm_eps", 1e-5)
     ).with_defaults(partial_rotary_factor=0.5, max_position_embeddings=4096)
+    fields = common_fields(config, partial=True)
+    fields["norms"] = replace(fields["norms"], centered=True, biased=True, offset=1.0)
     return ModelSpec(
         architecture="NemotronForCausalLM",
-        centered_norms=True,
-        norm_biases=True,
-        norm_offset=1.0,
         gate=None,
-        mlp_bias=config.flag("mlp_bias"),
-        **attention_biases(config),
-        **common_fields(config, partial=True),
+        biases=attention_biases(config, mlp=config.flag("mlp_bias")),
+        **fields,
     )

@@ -20,13 +20,8 @@ from minisgl_backend.models.families.fields import (
     windows_by_kind,
 )
 from minisgl_backend.models.families.latents import latent_fields
-from minisgl_backend.models.spec import (
-    MOST_EXPERTS,
-    MOST_WIDTH,
-    ModelSpec,
-    MoeSpec,
-    QueryGrowth,
-)
+from minisgl_backend.models.rope_spec import QueryGrowth
+from minisgl_backend.models.spec import MOST_EXPERTS, MOST_WIDTH, ModelSpec, MoeSpec
 from minisgl_backend.models.tensor_names import TensorNames
 
 OF_MIXTRAL: Final = (

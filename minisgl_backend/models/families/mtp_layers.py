@@ -6,20 +6,18 @@ not know any particular architecture.
 
 from __future__ import annotations
 
-from typing import Any
-
 from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.spec import MTPSpec
 
 
-def mtp_beside(config: ConfigReader, num_layers: int) -> dict[str, Any]:
-    """Fields of a ``ModelSpec``: the MTP layer as Qwen's checkpoints have it, ``mtp.``. Some that
-    have it do not say so in config.json; then it is offered."""
+def mtp_beside(config: ConfigReader, num_layers: int) -> MTPSpec | str:
+    """``ModelSpec.mtp``: the MTP layer as Qwen's checkpoints have it, ``mtp.``, or why it has
+    none that is supported. Some that have it do not say so in config.json; then it is offered."""
     reason = _why_not(config, "mtp_num_hidden_layers")
     if not reason and config.flag("mtp_use_dedicated_embeddings"):
         reason = "has an MTP layer with embeddings of its own, which are not supported"
     if reason:
-        return {"no_mtp": reason}
+        return reason
     layer = f"model.layers.{num_layers}."
     names = {
         "mtp.fc.": "eh_proj.",
@@ -28,22 +26,22 @@ def mtp_beside(config: ConfigReader, num_layers: int) -> dict[str, Any]:
         "mtp.norm.": "shared_head.norm.",
         "mtp.layers.0.": "",
     }
-    return {"mtp": MTPSpec(renamed=tuple((old, layer + new) for old, new in names.items()))}
+    return MTPSpec(renamed=tuple((old, layer + new) for old, new in names.items()))
 
 
 def mtp_behind(
     config: ConfigReader, num_layers: int, *, norm: str = "shared_head.norm"
-) -> dict[str, Any]:
+) -> MTPSpec | str:
     """The same for the layout of DeepSeek's checkpoints: ``num_nextn_predict_layers`` layers behind
     the last one, perhaps with copies of the embedding and of the output head. ``norm`` is the name
     of the final norm."""
     if reason := _why_not(config, "num_nextn_predict_layers"):
-        return {"no_mtp": reason}
+        return reason
     layer = f"model.layers.{num_layers}."
     copies = f"{layer}embed_tokens.", f"{layer}shared_head.head."
     usual = f"{layer}shared_head.norm."
     renamed = () if norm == "shared_head.norm" else ((f"{layer}{norm}.", usual),)
-    return {"mtp": MTPSpec(renamed=renamed, left_out=copies)}
+    return MTPSpec(renamed=renamed, left_out=copies)
 
 
 def left_out_mtp(config: ConfigReader, num_layers: int) -> tuple[str, ...]:

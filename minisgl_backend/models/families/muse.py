@@ -4,9 +4,11 @@ windows in most layers. Read is the text part."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Final
 
+from minisgl_backend.models.attention_spec import AttentionGates, ScoresSpec
 from minisgl_backend.models.common_fields import common_fields
 from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.families.fields import (
@@ -16,7 +18,8 @@ from minisgl_backend.models.families.fields import (
     text_part,
     windows_by_kind,
 )
-from minisgl_backend.models.spec import ModelSpec, RopeSpec
+from minisgl_backend.models.rope_spec import RopeSpec
+from minisgl_backend.models.spec import ModelSpec, ScalesSpec
 
 _DEFAULTS: Final[Mapping[str, Any]] = MappingProxyType(
     {
@@ -41,25 +44,29 @@ def read_muse_glimmer(config: ConfigReader) -> ModelSpec:
     text = text_config(config, tied=False).with_defaults(**_DEFAULTS)
     check_supported(text, {"attention_bias": False, "hidden_activation": "silu"})
     fields = common_fields(text.with_values(hidden_act="silu"))  # the other key counts
-    num_layers, head_dim = fields["num_layers"], fields["head_dim"]
+    num_layers, head_dim = fields["num_layers"], fields["heads"].head_dim
     kinds = text.layer_kinds(ATTENTION_KINDS, num_layers) or [
         "sliding_attention" if (num_layers - 1 - layer) % 4 else "full_attention"
         for layer in range(num_layers)
     ]
     fields["windows"] = windows_by_kind(kinds, text.integer_or_null("sliding_window", 2048))
+    fields["norms"] = replace(
+        fields["norms"],
+        place="around",
+        output_eps=text.number("post_norm_eps", 1e-8),
+        offset=1.0,
+        final_offset=0.0,
+        of_embedding=True,
+    )
     spec = ModelSpec(
         architecture="MuseGlimmerForConditionalGeneration",
         qk_norm="unweighted everywhere",
-        attention_scale=text.number("qk_scale_factor", 3.87) * head_dim**-0.5,
-        gated_attention=True,
-        gates_apart=True,
-        norms="around",
-        output_norm_eps=text.number("post_norm_eps", 1e-8),
-        norm_offset=1.0,
-        final_norm_offset=0.0,
-        embedding_norm=True,
-        logit_scale=text.number("output_multiplier", 0.19611613513818404),
-        logit_cap=text.number("final_logit_softcapping", 20.0),
+        scores=ScoresSpec(scale=text.number("qk_scale_factor", 3.87) * head_dim**-0.5),
+        attention_gates=AttentionGates(apart=True),
+        scales=ScalesSpec(
+            logits=text.number("output_multiplier", 0.19611613513818404),
+            logit_cap=text.number("final_logit_softcapping", 20.0),
+        ),
         ropes=_ropes(text, num_layers, fields["rope"]),
         **fields,
     )

@@ -9,7 +9,8 @@ from minisgl_backend.errors import ConfigError
 from minisgl_backend.models.common_fields import common_fields
 from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.families.fields import attention_biases, check_supported
-from minisgl_backend.models.spec import ModelSpec, RopeSpec
+from minisgl_backend.models.rope_spec import RopeSpec
+from minisgl_backend.models.spec import ModelSpec, ScalesSpec
 from minisgl_backend.models.tensor_names import TensorNames
 
 _RENAMED: Final = ((".mlp.fc1.", ".mlp.up_proj."), (".mlp.fc2.", ".mlp.down_proj."))
@@ -28,15 +29,15 @@ def read_nanochat(config: ConfigReader) -> ModelSpec:
             "supported, since what is rotated is then normalized"
         )
     fields["rope"] = replace(rope, reversed=True)
+    fields["norms"] = replace(fields["norms"], of_embedding=True, weighted=False)
     is_capped = "final_logit_softcapping" not in config.nulls
+    cap = config.number("final_logit_softcapping", 15.0) if is_capped else 0.0
     return ModelSpec(
         architecture="NanoChatForCausalLM",
         qk_norm="unweighted",
-        embedding_norm=True,
-        unweighted_norms=True,
         gate=None,
-        logit_cap=config.number("final_logit_softcapping", 15.0) if is_capped else 0.0,
+        scales=ScalesSpec(logit_cap=cap),
         names=TensorNames(renamed=_RENAMED),
-        **attention_biases(config),
+        biases=attention_biases(config),
         **fields,
     )

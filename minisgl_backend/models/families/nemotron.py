@@ -22,6 +22,7 @@ from minisgl_backend.models.spec import (
     MOST_HEADS,
     MOST_LAYERS,
     MOST_WIDTH,
+    BiasesSpec,
     ModelSpec,
     MoeSpec,
 )
@@ -87,7 +88,7 @@ def read_nemotron_h(config: ConfigReader) -> ModelSpec:
         architecture="NemotronHForCausalLM",
         ropes=(None,) * len(kinds),
         gate=None,
-        mlp_bias=config.flag("mlp_bias"),
+        biases=BiasesSpec(mlp=config.flag("mlp_bias")),
         recurrent=mamba if mamba.layers else None,
         single_parts=tuple(
             "feed-forward" if _MODULES[kind] == "mlp" else "mixer" for kind in kinds

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from dataclasses import replace
+from functools import partial
+from typing import Any, Final, Literal
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.experts_spec import ExpertsSpec
@@ -39,20 +41,20 @@ _DELTA_NORM_EPS: Final = 1e-5
 def read_olmo2(config: ConfigReader) -> ModelSpec:
     """``Olmo2ForCausalLM``: the outputs of attention and feed-forward are normalized, not their
     inputs; queries and keys are normalized over all heads together."""
-    return ModelSpec(architecture="Olmo2ForCausalLM", norms="after", **_olmo_fields(config))
+    return ModelSpec(architecture="Olmo2ForCausalLM", **_olmo_fields(config, place="after"))
 
 
 def read_olmo3(config: ConfigReader) -> ModelSpec:
     """``Olmo3ForCausalLM``: OLMo 2 with windows in three of four layers, whose rotation is not
     stretched."""
     config = config.with_defaults(rope_theta=5e5)
-    by_kind, fields = read_ropes_by_kind(config, _olmo_fields)
+    by_kind, fields = read_ropes_by_kind(config, partial(_olmo_fields, place="after"))
     num_layers = fields["num_layers"]
     kinds = config.layer_kinds(ATTENTION_KINDS, num_layers) or kinds_by_pattern(num_layers, 4)
     given = by_kind.get("sliding_attention", {})
     local = read_local_rope(config, fields["rope"].max_positions, given)
     set_kinds(fields, kinds, config.integer("sliding_window", 4096), local)
-    return ModelSpec(architecture="Olmo3ForCausalLM", norms="after", **fields)
+    return ModelSpec(architecture="Olmo3ForCausalLM", **fields)
 
 
 def read_olmoe(config: ConfigReader) -> ModelSpec:
@@ -68,9 +70,9 @@ def read_olmoe(config: ConfigReader) -> ModelSpec:
 def read_flex_olmo(config: ConfigReader) -> ModelSpec:
     """``FlexOlmoForCausalLM``: OLMo 2 with experts in every layer."""
     config = config.with_defaults(rms_norm_eps=1e-6, rope_theta=5e5, max_position_embeddings=4096)
-    fields = _olmo_fields(config)
+    fields = _olmo_fields(config, place="after")
     moe = _experts_everywhere(config, fields, num_experts=7, top_k=5)
-    return ModelSpec(architecture="FlexOlmoForCausalLM", norms="after", moe=moe, **fields)
+    return ModelSpec(architecture="FlexOlmoForCausalLM", moe=moe, **fields)
 
 
 def _experts_everywhere(
@@ -92,7 +94,7 @@ def read_olmo_hybrid(config: ConfigReader) -> ModelSpec:
     if not rotates:
         config = config.with_values(rope_parameters={}, rope_scaling={})
     config = config.with_defaults(max_position_embeddings=65_536, rms_norm_eps=1e-6)
-    fields = _olmo_fields(config)
+    fields = _olmo_fields(config, place="by mixer")
     num_layers = fields["num_layers"]
     kinds = hybrid_kinds(config, num_layers)
     linear = frozenset(layer for layer, kind in enumerate(kinds) if kind == "linear_attention")
@@ -100,7 +102,6 @@ def read_olmo_hybrid(config: ConfigReader) -> ModelSpec:
         raise config.error("layer_types", "linear_attention for some layers", kinds)
     return ModelSpec(
         architecture="OlmoHybridForCausalLM",
-        norms="by mixer",
         ropes=() if rotates else (None,) * num_layers,
         recurrent=_delta(config, linear),
         names=TensorNames(renamed=_RENAMED),
@@ -139,6 +140,10 @@ def _delta(config: ConfigReader, layers: frozenset[int]) -> DeltaSpec:
     )
 
 
-def _olmo_fields(config: ConfigReader) -> dict[str, Any]:
-    config = config.with_defaults(rms_norm_eps=1e-5)
-    return {**common_fields(config), "qk_norm": "token", **attention_biases(config)}
+def _olmo_fields(
+    config: ConfigReader, *, place: Literal["before", "after", "by mixer"] = "before"
+) -> dict[str, Any]:
+    """The common fields, with norms at this ``place``, and of queries and keys."""
+    fields = common_fields(config.with_defaults(rms_norm_eps=1e-5))
+    fields["norms"] = replace(fields["norms"], place=place)
+    return {**fields, "qk_norm": "token", "biases": attention_biases(config)}

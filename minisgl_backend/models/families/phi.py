@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from minisgl_backend.attention.base import LayerHeads
 from minisgl_backend.models.common_fields import common_fields
 from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.families.fields import read_window
@@ -16,8 +17,8 @@ def read_phi3(config: ConfigReader) -> ModelSpec:
     that rotate only in part."""
     config = config.with_defaults(rms_norm_eps=1e-5, max_position_embeddings=4096)
     fields = common_fields(_longrope(config), partial=True)
-    queries = fields["num_heads"] * fields["head_dim"]
-    keys = fields["num_kv_heads"] * fields["head_dim"]
+    heads: LayerHeads = fields["heads"]
+    queries, keys = (n * heads.head_dim for n in (heads.num_heads, heads.num_kv_heads))
     inner = fields["intermediate_size"]
     merged = {
         ".self_attn.qkv_proj": {"q_proj": queries, "k_proj": keys, "v_proj": keys},

@@ -26,7 +26,7 @@ from minisgl_backend.models.families.fields import (
     text_part,
     windows_by_kind,
 )
-from minisgl_backend.models.spec import MOST_WIDTH, ModelSpec, MoeSpec
+from minisgl_backend.models.spec import MOST_WIDTH, BiasesSpec, ModelSpec, MoeSpec
 from minisgl_backend.models.tensor_names import TensorNames
 
 
@@ -35,7 +35,7 @@ def read_qwen2(config: ConfigReader) -> ModelSpec:
     a sliding window in the upper layers."""
     fields = common_fields(_qwen(config))
     fields["windows"] = _windows(config, fields["num_layers"])
-    return ModelSpec(architecture="Qwen2ForCausalLM", qkv_bias=True, **fields)
+    return ModelSpec(architecture="Qwen2ForCausalLM", biases=BiasesSpec(qkv=True), **fields)
 
 
 def read_qwen3(config: ConfigReader) -> ModelSpec:
@@ -63,7 +63,7 @@ def read_qwen2_moe(config: ConfigReader) -> ModelSpec:
     )
     return ModelSpec(
         architecture="Qwen2MoeForCausalLM",
-        qkv_bias=config.flag("qkv_bias", True),
+        biases=BiasesSpec(qkv=config.flag("qkv_bias", True)),
         moe=MoeSpec(experts=experts, layers=sparse_layers(config, num_layers)),
         **fields,
     )

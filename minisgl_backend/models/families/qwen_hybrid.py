@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from minisgl_backend.experts_spec import ExpertsSpec, SharedExpert
+from minisgl_backend.models.attention_spec import AttentionGates
 from minisgl_backend.models.common_fields import common_fields
 from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.families.fields import (
@@ -111,11 +112,11 @@ def _hybrid_fields(config: ConfigReader) -> tuple[dict[str, Any], DeltaSpec]:
             delta.num_heads,
         )
     more = {
-        **mtp_beside(config, num_layers),
+        "mtp": mtp_beside(config, num_layers),
         "qk_norm": "head",
-        **attention_biases(config),
-        "gated_attention": True,
-        "norm_offset": 1.0,
+        "biases": attention_biases(config),
+        "attention_gates": AttentionGates(),
+        "norms": replace(fields["norms"], offset=1.0),
         "recurrent": delta if linear else None,
     }
     return fields | more, delta

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Final
 
 from minisgl_backend.models.common_fields import common_fields
 from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.families.fields import check_supported, read_window
-from minisgl_backend.models.spec import ModelSpec
+from minisgl_backend.models.spec import BiasesSpec, ModelSpec
 from minisgl_backend.models.tensor_names import TensorNames
 
 _SUPPORTED: Final[Mapping[str, object]] = MappingProxyType(
@@ -31,14 +32,11 @@ def read_starcoder2(config: ConfigReader) -> ModelSpec:
     ).with_defaults(num_key_value_heads=2, max_position_embeddings=4096, tie_word_embeddings=True)
     fields = common_fields(config)
     fields["windows"] = (read_window(config),) * fields["num_layers"]
-    biases = config.flag("use_bias", True)
+    fields["norms"] = replace(fields["norms"], centered=True, biased=True)
+    bias = config.flag("use_bias", True)
     return ModelSpec(
         architecture="Starcoder2ForCausalLM",
-        centered_norms=True,
-        norm_biases=True,
-        qkv_bias=biases,
-        output_bias=biases,
-        mlp_bias=biases,
+        biases=BiasesSpec(qkv=bias, output=bias, mlp=bias),
         gate=None,
         activation="gelu",
         names=TensorNames(

@@ -21,6 +21,7 @@ from minisgl_backend.build import build_engine
 from minisgl_backend.config import DEMO_MODEL, EngineOptions
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.models.adapter_files import Projection, open_adapter
+from minisgl_backend.models.attention_spec import AttentionGates
 from minisgl_backend.models.catalog import load_spec, parse_spec
 from minisgl_backend.models.tensor_names import MULTIMODAL
 from minisgl_backend.precheck import check_options
@@ -31,8 +32,8 @@ from tests.unit.models.config_jsons import LFM2_1_2B, LFM3_1_7B
 
 SPEC = load_spec(Path(DEMO_MODEL))
 LAYER = "base_model.model.model.layers.0.self_attn"
-HIDDEN, QUERIES = SPEC.hidden_size, SPEC.num_heads * SPEC.head_dim
-KEYS = SPEC.num_kv_heads * SPEC.head_dim
+HIDDEN, QUERIES = SPEC.hidden_size, SPEC.heads.num_heads * SPEC.heads.head_dim
+KEYS = SPEC.heads.num_kv_heads * SPEC.heads.head_dim
 
 
 def projections() -> dict[str, Projection]:
@@ -315,9 +316,11 @@ def test_a_layer_that_the_file_lacks_is_named_as_the_others_are(
 def test_adapters_for_tests_have_the_sizes_of_gates() -> None:
     """A gate of a head is one number, or as many as the head has elements."""
     of_heads = parse_spec(LFM3_1_7B)
+    of_elements = replace(of_heads, attention_gates=AttentionGates(apart=True))
+    heads = of_heads.heads
     for spec, size in (
-        (of_heads, of_heads.num_heads),
-        (replace(of_heads, head_gates=False), of_heads.num_heads * of_heads.head_dim),
+        (of_heads, heads.num_heads),
+        (of_elements, heads.num_heads * heads.head_dim),
     ):
         sizes = {outs for name, outs, _ in adapted_shapes(spec) if "self_attn.gate_proj" in name}
         assert sizes == {size}

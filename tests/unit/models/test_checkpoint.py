@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from minisgl_backend.attention.base import LayerHeads
 from minisgl_backend.config import DEMO_MODEL
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.models.catalog import load_spec
@@ -88,8 +89,14 @@ def test_a_header_of_no_possible_length(tmp_path: Path, length: int) -> None:
         ({"num_layers": 5}, "num_hidden_layers is 5, but the weights have 4 layers"),
         ({"vocab_size": 10**6}, r"vocab_size is 1000000, but .*embed_tokens.* \(2048, 240\)"),
         ({"hidden_size": 512}, r"hidden_size is 512, but model.embed_tokens.weight has the shape"),
-        ({"num_heads": 8}, r"num_attention_heads x head_dim is 512, but .*q_proj.* \(256, 240\)"),
-        ({"num_kv_heads": 4}, r"num_key_value_heads x head_dim is 256, but .*k_proj.* \(128, "),
+        (
+            {"heads": LayerHeads(8, 2, 64)},
+            r"num_attention_heads x head_dim is 512, but .*q_proj.* \(256, 240\)",
+        ),
+        (
+            {"heads": LayerHeads(4, 4, 64)},
+            r"num_key_value_heads x head_dim is 256, but .*k_proj.* \(128, ",
+        ),
         ({"intermediate_size": 9}, r"intermediate_size is 9, but .*gate_proj.* \(768, 240\)"),
     ],
 )

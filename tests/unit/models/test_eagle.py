@@ -184,7 +184,7 @@ def test_the_layer_counts_wherever_layers_do() -> None:
     spec = QWEN3_14B.with_eagle(eagle)
     assert spec.num_layers == 40 and spec.all_layers == range(41) and not spec.has_mtp_layer
     assert spec.own_layers == range(40) and spec.attention_layers == tuple(range(41))
-    assert spec.windows == (None,) * 41 and not spec.heads and not spec.ropes
+    assert spec.windows == (None,) * 41 and not spec.heads_by_layer and not spec.ropes
     shape = spec.attention_shape()
     assert shape.num_layers == 41 and not shape.by_layer
     size, heads = 5120, 128 * (40 + 2 * 8)
@@ -216,7 +216,7 @@ def test_windows_beside_the_layer() -> None:
     heads = {"num_attention_heads": 64, "head_dim": 64, "vocab_size": 201088}
     spec = plain.with_eagle(read(PLAIN, hidden_size=2880, **heads))
     assert spec.windows == (*plain.windows, None)
-    assert spec.ropes == (*[plain.rope] * 24, spec.rope_of(24)) and not spec.heads
+    assert spec.ropes == (*[plain.rope] * 24, spec.rope_of(24)) and not spec.heads_by_layer
 
 
 @pytest.mark.parametrize(

@@ -14,16 +14,13 @@ from minisgl_backend.attention.base import IndexShape, LayerHeads
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.experts_spec import ExpertsSpec, RoutingRule, SharedExpert
 from minisgl_backend.gates import ClampedGate
+from minisgl_backend.models.attention_spec import AttentionGates
 from minisgl_backend.models.catalog import ARCHITECTURES, parse_spec
+from minisgl_backend.models.latent_spec import IndexerSpec, LatentSpec
+from minisgl_backend.models.norms_spec import NormsSpec
 from minisgl_backend.models.recurrent_spec import ConvSpec, DeltaSpec, KimiDeltaSpec, MambaSpec
-from minisgl_backend.models.spec import (
-    IndexerSpec,
-    LatentSpec,
-    LayerInputs,
-    ModelSpec,
-    MoeSpec,
-    QueryGrowth,
-)
+from minisgl_backend.models.rope_spec import QueryGrowth
+from minisgl_backend.models.spec import LayerInputs, ModelSpec, MoeSpec
 from minisgl_bench.dummy_model import SHAPES
 from tests.unit.models.config_jsons import (
     AFM_4_5B,
@@ -129,19 +126,19 @@ from tests.unit.models.config_jsons import (
 
 def test_llama_3_1() -> None:
     spec = parse_spec(LLAMA_3_1_8B)
-    assert (spec.num_layers, spec.num_heads, spec.num_kv_heads, spec.head_dim) == (32, 32, 8, 128)
+    assert (spec.num_layers, spec.heads) == (32, LayerHeads(32, 8, 128))
     assert spec.eos_token_ids == {128001, 128008, 128009}
     assert (spec.rope.scaling, spec.rope.theta, spec.rope.factor) == ("llama3", 500000.0, 8.0)
     assert spec.rope.original_max_positions == 8192
     assert spec.rope.max_positions == 131072
-    assert not (spec.tie_embeddings or spec.qkv_bias or spec.output_bias or spec.mlp_bias)
+    assert not (spec.tie_embeddings or spec.biases.qkv or spec.biases.output or spec.biases.mlp)
     assert spec.windows == (None,) * 32
     assert spec.dtype == "bfloat16"
 
 
 def test_llama_biases_are_on_all_projections() -> None:
     spec = parse_spec({**LLAMA_3_1_8B, "attention_bias": True, "mlp_bias": True})
-    assert spec.qkv_bias and spec.output_bias and spec.mlp_bias
+    assert spec.biases.qkv and spec.biases.output and spec.biases.mlp
 
 
 @pytest.mark.parametrize(("window", "expected"), [(4096, 4096), (None, None), ("absent", 4096)])
@@ -154,7 +151,7 @@ def test_mistral_window(window: Any, expected: int | None) -> None:
 
 def test_qwen2_has_biases_on_its_inputs_only() -> None:
     spec = parse_spec(QWEN_2_5_7B)
-    assert spec.qkv_bias and not spec.output_bias and not spec.qk_norm
+    assert spec.biases.qkv and not spec.biases.output and not spec.qk_norm
     assert spec.windows == (None,) * 28
 
 
@@ -184,10 +181,10 @@ def test_dual_chunks_of_qwen_are_not_needed_within_the_usual_context(usual: Any)
 
 def test_qwen3() -> None:
     spec = parse_spec(QWEN_3_0_6B)
-    assert spec.qk_norm and not spec.qkv_bias and spec.tie_embeddings
-    assert spec.head_dim == 128 != spec.hidden_size // spec.num_heads
+    assert spec.qk_norm and not spec.biases.qkv and spec.tie_embeddings
+    assert spec.heads.head_dim == 128 != spec.hidden_size // spec.heads.num_heads
     del (values := dict(QWEN_3_0_6B))["head_dim"]
-    assert parse_spec(values).head_dim == 128
+    assert parse_spec(values).heads.head_dim == 128
 
 
 def test_qwen3_moe() -> None:
@@ -199,7 +196,7 @@ def test_qwen3_moe() -> None:
     sparse = {**QWEN_3_30B_A3B, "decoder_sparse_step": 2, "mlp_only_layers": [3], "head_dim": None}
     spec = parse_spec({**sparse, "num_hidden_layers": 6})
     assert spec.moe is not None and spec.moe.layers == {1, 5}
-    assert spec.head_dim == 64
+    assert spec.heads.head_dim == 64
     renamed = {**QWEN_3_30B_A3B, "num_experts": None, "num_local_experts": 16}
     found = parse_spec(renamed).moe
     assert found is not None and found.experts.num_experts == 16
@@ -214,16 +211,16 @@ def test_qwen3_moe_window_is_on_all_layers() -> None:
 
 def test_gemma_3_leaves_most_of_its_config_out() -> None:
     spec = parse_spec(GEMMA_3_4B)
-    assert (spec.num_layers, spec.num_heads, spec.num_kv_heads, spec.head_dim) == (34, 8, 4, 256)
+    assert (spec.num_layers, spec.heads) == (34, LayerHeads(8, 4, 256))
     assert (spec.vocab_size, spec.context, spec.dtype) == (262208, 2**17, "bfloat16")
     assert spec.eos_token_ids == {1, 106} and spec.tie_embeddings and spec.names.multimodal
-    assert (spec.norms, spec.norm_offset, spec.gate, spec.qk_norm) == (
+    assert (spec.norms.place, spec.norms.offset, spec.gate, spec.qk_norm) == (
         "around",
         1.0,
         "gelu",
         "head",
     )
-    assert spec.attention_shape().scale == 256**-0.5 and spec.embedding_scale == 2560**0.5
+    assert spec.attention_shape().scale == 256**-0.5 and spec.scales.embedding == 2560**0.5
     assert spec.windows[:6] == (1024,) * 5 + (None,)
     local, far = spec.ropes[0], spec.ropes[5]
     assert local is not None and far is not None
@@ -233,13 +230,13 @@ def test_gemma_3_leaves_most_of_its_config_out() -> None:
 def test_gemma_4_has_wider_heads_in_layers_without_a_window() -> None:
     spec = parse_spec(GEMMA_4_31B)
     assert spec.windows[:6] == (1024,) * 5 + (None,)
-    assert spec.heads[:6] == (LayerHeads(32, 16, 256),) * 5 + (LayerHeads(32, 4, 512),)
-    assert spec.keys_are_values == set(range(5, 60, 6)) and spec.value_norm
+    assert spec.heads_by_layer[:6] == (LayerHeads(32, 16, 256),) * 5 + (LayerHeads(32, 4, 512),)
+    assert spec.kv.keys_are_values == set(range(5, 60, 6)) and spec.kv.value_norm
     local, wide = spec.ropes[0], spec.ropes[5]
     assert local is not None and (local.theta, local.scaling) == (1e4, "default")
     assert wide is not None and (wide.theta, wide.rotated, wide.dims(512)) == (1e6, 0.25, 512)
-    assert spec.attention_shape().scale == 1.0 and spec.logit_cap == 30.0
-    assert spec.layer_inputs is None and spec.kv_sources == tuple(range(60))
+    assert spec.attention_shape().scale == 1.0 and spec.scales.logit_cap == 30.0
+    assert spec.layer_inputs is None and spec.kv.sources == tuple(range(60))
     assert 30e9 < spec.num_parameters < 32e9
     embeddings = spec.vocab_size * spec.hidden_size
     assert spec.num_active_parameters == spec.num_parameters - embeddings
@@ -292,7 +289,7 @@ def test_heads_of_single_layers_that_no_model_has(changes: dict[str, Any], messa
 @pytest.mark.parametrize("layer", ["34", "034"])
 def test_gemma_4_takes_the_heads_of_single_layers(layer: str) -> None:
     own = {"per_layer_config": {layer: {"head_dim": 64, "num_key_value_heads": 2}}}
-    heads = parse_spec({**GEMMA_4_E2B, **own}).heads
+    heads = parse_spec({**GEMMA_4_E2B, **own}).heads_by_layer
     assert heads[34] == LayerHeads(8, 2, 64) and set(heads[:34]) == {LayerHeads(8, 1, 256)}
 
 
@@ -310,7 +307,7 @@ def test_gemma_4_that_sees_without_an_encoder_has_no_inputs_of_each_layer() -> N
 def test_the_last_layer_of_gemma_4_has_no_window() -> None:
     spec = parse_spec({**GEMMA_4_E2B, "num_kv_shared_layers": 0, "layer_types": None})
     assert spec.windows[28:] == (512, None, *[512] * 4, None)  # 35 layers, every sixth
-    assert spec.heads[-1] == LayerHeads(8, 1, 512)
+    assert spec.heads_by_layer[-1] == LayerHeads(8, 1, 512)
 
 
 def test_gemma_4_has_experts_beside_each_block() -> None:
@@ -351,7 +348,7 @@ def test_what_a_text_config_has_as_null_is_read_beside_it() -> None:
 
 def test_mistral_small_is_read_from_its_text_config() -> None:
     spec = parse_spec(MISTRAL_SMALL_3_1)
-    assert (spec.num_layers, spec.head_dim, spec.hidden_size) == (40, 128, 5120)
+    assert (spec.num_layers, spec.heads.head_dim, spec.hidden_size) == (40, 128, 5120)
     assert (spec.dtype, spec.rope.theta, spec.windows) == ("bfloat16", 1e9, (None,) * 40)
     assert spec.names.multimodal and spec.tie_embeddings  # the weights will tell
     with pytest.raises(ConfigError, match="text_config is missing"):
@@ -383,7 +380,7 @@ def test_queries_of_ministral_3_grow() -> None:
 
 def test_phi_4_mini_is_served_within_its_original_context() -> None:
     spec = parse_spec(PHI_4_MINI)
-    assert spec.rope.dims(spec.head_dim) == 96
+    assert spec.rope.dims(spec.heads.head_dim) == 96
     assert (spec.rope.scaling, len(spec.rope.short_factors)) == ("longrope", 48)
     assert spec.context == 4096
     assert spec.rope.attention_factor == pytest.approx(1.19023807)
@@ -447,7 +444,7 @@ def test_layers_of_olmo_hybrid() -> None:
     assert isinstance(delta, DeltaSpec) and len(delta.layers) == 24
     assert delta.matrices == (30, 96, 192) and (delta.rate_scale, delta.norm_eps) == (2.0, 1e-5)
     assert [spec.norms_of(layer) for layer in range(4)] == [*["before"] * 3, "after"]
-    assert (spec.norm_eps, spec.qk_norm, spec.context) == (1e-6, "token", 65536)
+    assert (spec.norms.eps, spec.qk_norm, spec.context) == (1e-6, "token", 65536)
     assert spec.ropes == (None,) * 32 and 7.3 < spec.num_parameters / 1e9 < 7.5
     left_out = {key for key in OLMO_HYBRID_7B if key.startswith("linear_")}
     left_out |= {"layer_types", "num_key_value_heads", "max_position_embeddings"}
@@ -475,7 +472,7 @@ def test_layers_of_kimi_linear() -> None:
     )
     assert spec.attention_layers == (3, 7, 11, 15, 19, 23, 26) and spec.ropes == (None,) * 27
     assert spec.latent == LatentSpec(latent_dim=512, rope_dim=64, nope_dim=128, value_dim=128)
-    assert spec.attention_scale == 192**-0.5 and spec.context == 2**20 and spec.norm_eps == 1e-5
+    assert spec.scores.scale == 192**-0.5 and spec.context == 2**20 and spec.norms.eps == 1e-5
     assert spec.moe is not None and spec.moe.layers == frozenset(range(1, 27))
     routing = spec.moe.experts.routing
     assert (routing.num_experts, routing.top_k, routing.scale) == (256, 8, 2.446)
@@ -557,7 +554,7 @@ def test_windows_of_ministral() -> None:
 def test_multipliers_of_granite() -> None:
     spec = parse_spec(GRANITE_3_3_8B)
     assert spec.attention_shape().scale == 0.0078125
-    assert (spec.embedding_scale, spec.branch_scale, spec.logit_scale) == (12.0, 0.22, 1 / 16)
+    assert (spec.scales.embedding, spec.scales.branch, spec.scales.logits) == (12.0, 0.22, 1 / 16)
     assert spec.stream_eps == pytest.approx(1e-5 / 0.22**2)
     assert parse_spec(LLAMA_3_1_8B).stream_eps == 1e-5
 
@@ -568,7 +565,7 @@ def test_shared_expert_of_qwen2_moe() -> None:
     shared = SharedExpert(name="shared_expert", intermediate_size=5632, gated=True)
     experts = ExpertsSpec(routing=rule, intermediate_size=1408, shared=shared)
     assert spec.moe == MoeSpec(experts=experts, layers=frozenset(range(24)))
-    assert spec.qkv_bias and not parse_spec({**QWEN_1_5_MOE, "qkv_bias": False}).qkv_bias
+    assert spec.biases.qkv and not parse_spec({**QWEN_1_5_MOE, "qkv_bias": False}).biases.qkv
     assert round(spec.num_parameters / 1e9, 1) == 14.3
     with pytest.raises(ConfigError, match="use_sliding_window"):
         parse_spec({**QWEN_1_5_MOE, "use_sliding_window": True})
@@ -694,7 +691,7 @@ def test_experts_and_projections_of_qwen3_next() -> None:
     assert isinstance(spec.recurrent, DeltaSpec)
     assert set(spec.names.by_head.values()) == {spec.recurrent.num_key_heads} == {16}
     assert spec.recurrent.layers == frozenset(range(48)) - frozenset(range(3, 48, 4))
-    assert (spec.head_dim, spec.num_kv_heads, spec.rope.rotated) == (256, 2, 0.25)
+    assert (spec.heads.head_dim, spec.heads.num_kv_heads, spec.rope.rotated) == (256, 2, 0.25)
     assert 79 < spec.num_parameters / 1e9 < 80.5
     some = parse_spec({**text, **sizes, "decoder_sparse_step": 2, "mlp_only_layers": [1]})
     assert some.moe is not None and some.moe.layers == frozenset(range(3, 48, 2))
@@ -706,7 +703,7 @@ def test_router_and_first_layer_of_glm() -> None:
     shared = SharedExpert(name="shared_experts", intermediate_size=1408)
     experts = ExpertsSpec(routing=rule, intermediate_size=1408, shared=shared)
     assert spec.moe == MoeSpec(experts=experts, layers=frozenset(range(1, 46)))
-    assert (spec.qkv_bias, spec.output_bias, spec.qk_norm) == (True, False, None)
+    assert (spec.biases.qkv, spec.biases.output, spec.qk_norm) == (True, False, None)
     assert spec.rope.rotated == 0.5 and spec.names.left_out == ("model.layers.46.",)
     assert 104 < spec.num_parameters / 1e9 < 108
     assert parse_spec({**GLM_4_5_AIR, "use_qk_norm": True}).qk_norm == "head"
@@ -717,8 +714,8 @@ def test_latents_of_glm() -> None:
     assert spec.latent == LatentSpec(
         latent_dim=512, rope_dim=64, nope_dim=192, value_dim=256, query_rank=768
     )
-    assert (spec.num_kv_heads, spec.head_dim, spec.rotary_head_dim(0)) == (1, 576, 64)
-    assert spec.attention_scale == 256**-0.5 and spec.rope.interleaved
+    assert (spec.heads.num_kv_heads, spec.heads.head_dim, spec.rotary_head_dim(0)) == (1, 576, 64)
+    assert spec.scores.scale == 256**-0.5 and spec.rope.interleaved
     assert 29.5 < spec.num_parameters / 1e9 < 30.5
     assert spec.names.left_out == ("model.layers.47.",)
     assert spec.moe is not None and spec.moe.layers == frozenset(range(1, 47))
@@ -747,7 +744,7 @@ def test_router_and_latents_of_deepseek() -> None:
     assert spec.moe.layers == frozenset(range(3, 61))
     assert 670 < spec.num_parameters / 1e9 < 672
     stretched = 0.1 * math.log(40) + 1
-    assert spec.attention_scale == pytest.approx(192**-0.5 * stretched**2)
+    assert spec.scores.scale == pytest.approx(192**-0.5 * stretched**2)
     assert (spec.rope.attention_factor, spec.context) == (1.0, 163_840)
     whole = parse_spec({**DEEPSEEK_V3, "q_lora_rank": None, "rope_interleave": False})
     assert whole.latent is not None and whole.latent.query_rank is None
@@ -948,17 +945,17 @@ def test_router_and_rotation_of_minimax() -> None:
 
 def test_biases_of_seed_oss() -> None:
     spec = parse_spec(SEED_OSS_36B)
-    biases = spec.qkv_bias, spec.output_bias, spec.mlp_bias
-    assert biases == (True, False, False) and spec.head_dim == 128
+    biases = spec.biases.qkv, spec.biases.output, spec.biases.mlp
+    assert biases == (True, False, False) and spec.heads.head_dim == 128
     assert 35.5 < spec.num_parameters / 1e9 < 36.5
     changed = parse_spec({**SEED_OSS_36B, "attention_bias": False, "attention_out_bias": True})
-    assert (changed.qkv_bias, changed.output_bias) == (False, True)
+    assert (changed.biases.qkv, changed.biases.output) == (False, True)
 
 
 def test_text_parts_of_glms_that_see() -> None:
     spec = parse_spec(GLM_4_1V_9B)
-    assert spec.norms == "around" and spec.qkv_bias and spec.names.multimodal
-    assert (spec.rope.rotated, spec.rope.interleaved, spec.norm_eps) == (0.5, True, 1e-5)
+    assert spec.norms.place == "around" and spec.biases.qkv and spec.names.multimodal
+    assert (spec.rope.rotated, spec.rope.interleaved, spec.norms.eps) == (0.5, True, 1e-5)
     assert 9.3 < spec.num_parameters / 1e9 < 9.5
     text = GLM_4_1V_9B["text_config"]
     with pytest.raises(ConfigError, match="attention_bias False is not supported, only True"):
@@ -967,7 +964,7 @@ def test_text_parts_of_glms_that_see() -> None:
     assert parse_spec({**GLM_4_1V_9B, "text_config": whole}).rope.rotated == 1.0
 
     moe = parse_spec(GLM_4_5V)
-    assert moe.moe == parse_spec(GLM_4_5_AIR).moe and not moe.rope.interleaved and moe.qkv_bias
+    assert moe.moe == parse_spec(GLM_4_5_AIR).moe and not moe.rope.interleaved and moe.biases.qkv
     text = {**GLM_4_5V["text_config"], "use_qk_norm": True}
     with pytest.raises(ConfigError, match="use_qk_norm True is not supported, only False"):
         parse_spec({**GLM_4_5V, "text_config": text})
@@ -982,7 +979,7 @@ def test_text_parts_of_glms_that_see() -> None:
 
 def test_text_parts_of_qwens_that_see() -> None:
     spec = parse_spec(QWEN_2_5_VL_7B)
-    assert spec.qkv_bias and not spec.tie_embeddings and spec.eos_token_ids == {151645}
+    assert spec.biases.qkv and not spec.tie_embeddings and spec.eos_token_ids == {151645}
     assert (spec.rope.scaling, spec.rope.theta, spec.windows) == ("default", 1e6, (None,) * 28)
     assert 7.5 < spec.num_parameters / 1e9 < 7.7
     nested = {key: QWEN_2_5_VL_7B[key] for key in ("architectures", "vision_config")}
@@ -1015,7 +1012,7 @@ def test_text_parts_of_qwens_that_see() -> None:
 
 def test_windows_and_rotation_of_exaone_4() -> None:
     spec = parse_spec(EXAONE_4_32B)
-    assert (spec.norms, spec.qk_norm, spec.norm_eps) == ("after", "head", 1e-5)
+    assert (spec.norms.place, spec.qk_norm, spec.norms.eps) == ("after", "head", 1e-5)
     assert spec.windows == (4096, 4096, 4096, None) * 16 and spec.context == 131072
     assert spec.ropes == (spec.rope, spec.rope, spec.rope, None) * 16
     assert (spec.rope.scaling, spec.rope.factor, spec.rope.theta) == ("llama3", 16.0, 1e6)
@@ -1040,30 +1037,30 @@ def test_windows_and_rotation_of_exaone_4() -> None:
 
 def test_norms_and_rotation_of_glm_4() -> None:
     spec = parse_spec(GLM_4_9B_0414)
-    assert (spec.norms, spec.norm_eps) == ("around", 1e-5)
-    assert (spec.qkv_bias, spec.output_bias) == (True, False)
-    assert spec.rope.interleaved and spec.rope.rotated == 0.5 and spec.head_dim == 128
+    assert (spec.norms.place, spec.norms.eps) == ("around", 1e-5)
+    assert (spec.biases.qkv, spec.biases.output) == (True, False)
+    assert spec.rope.interleaved and spec.rope.rotated == 0.5 and spec.heads.head_dim == 128
     assert 9 < spec.num_parameters / 1e9 < 10
     former = parse_spec({**GLM_4_9B_0414, "architectures": ["GlmForCausalLM"]})
-    assert former.norms == "before" and former.num_parameters == spec.num_parameters
+    assert former.norms.place == "before" and former.num_parameters == spec.num_parameters
     assert former.rope == spec.rope and not former.names.renamed
     left_out = ("partial_rotary_factor", "head_dim", "attention_bias", "num_key_value_heads")
     assert parse_spec({k: v for k, v in GLM_4_9B_0414.items() if k not in left_out}) == spec
     del (without := dict(GLM_4_9B_0414))["rms_norm_eps"]
-    assert parse_spec(without).norm_eps == 1.5625e-7
-    assert not parse_spec({**GLM_4_9B_0414, "attention_bias": False}).qkv_bias
+    assert parse_spec(without).norms.eps == 1.5625e-7
+    assert not parse_spec({**GLM_4_9B_0414, "attention_bias": False}).biases.qkv
 
 
 def test_biases_and_rotation_of_ernie() -> None:
     spec = parse_spec(ERNIE_4_5_0_3B)
-    assert not (spec.qkv_bias or spec.output_bias or spec.mlp_bias) and spec.tie_embeddings
-    assert (spec.rope.interleaved, spec.rope.theta, spec.head_dim) == (True, 5e5, 128)
+    assert not (spec.biases.qkv or spec.biases.output or spec.biases.mlp) and spec.tie_embeddings
+    assert (spec.rope.interleaved, spec.rope.theta, spec.heads.head_dim) == (True, 5e5, 128)
     assert 0.35 < spec.num_parameters / 1e9 < 0.37
     left_out = ("rope_theta", "head_dim", "tie_word_embeddings", "num_key_value_heads")
     assert parse_spec({k: v for k, v in ERNIE_4_5_0_3B.items() if k not in left_out}) == spec
-    assert parse_spec({**ERNIE_4_5_0_3B, "head_dim": None}).head_dim == 64
+    assert parse_spec({**ERNIE_4_5_0_3B, "head_dim": None}).heads.head_dim == 64
     biased = parse_spec({**ERNIE_4_5_0_3B, "use_bias": True})
-    assert biased.qkv_bias and biased.output_bias and biased.mlp_bias
+    assert biased.biases.qkv and biased.biases.output and biased.biases.mlp
 
 
 def test_experts_of_ernie() -> None:
@@ -1073,7 +1070,7 @@ def test_experts_of_ernie() -> None:
     experts = ExpertsSpec(routing=rule, intermediate_size=1536, shared=shared)
     assert spec.moe == MoeSpec(experts=experts, layers=frozenset(range(1, 28))) and rule.wide
     assert 21 < spec.num_parameters / 1e9 < 22.5 and spec.rope.interleaved
-    assert spec.names.left_out == ("model.mtp_",) and spec.head_dim == 128
+    assert spec.names.left_out == ("model.mtp_",) and spec.heads.head_dim == 128
     some = {"moe_layer_interval": 2, "moe_layer_start_index": 0, "moe_layer_end_index": 6}
     found = parse_spec({**ERNIE_4_5_21B_A3B, **some, "moe_num_shared_experts": 0}).moe
     assert found == MoeSpec(experts=replace(experts, shared=None), layers=frozenset({1, 3, 5}))
@@ -1096,7 +1093,7 @@ def test_experts_of_olmoe() -> None:
     rule = RoutingRule(num_experts=64, top_k=8, normalize=False)
     experts = ExpertsSpec(routing=rule, intermediate_size=1024)
     assert spec.moe == MoeSpec(experts=experts, layers=frozenset(range(16)))
-    assert (spec.norms, spec.qk_norm, spec.norm_eps) == ("before", "token", 1e-5)
+    assert (spec.norms.place, spec.qk_norm, spec.norms.eps) == ("before", "token", 1e-5)
     assert 6.8 < spec.num_parameters / 1e9 < 7 and 1 < spec.num_active_parameters / 1e9 < 1.3
     left_out = ("num_experts", "num_experts_per_tok", "max_position_embeddings", "rms_norm_eps")
     assert parse_spec({k: v for k, v in OLMOE_1B_7B.items() if k not in left_out}) == spec
@@ -1109,7 +1106,7 @@ def test_multipliers_and_experts_of_granite() -> None:
     rule = RoutingRule(num_experts=40, top_k=8, normalize=True)
     experts = ExpertsSpec(routing=rule, intermediate_size=512, router="router")
     assert spec.moe == MoeSpec(experts=experts, layers=frozenset(range(32)))
-    scales = spec.attention_scale, spec.embedding_scale, spec.branch_scale, spec.logit_scale
+    scales = spec.scores.scale, spec.scales.embedding, spec.scales.branch, spec.scales.logits
     assert scales == (0.015625, 12.0, 0.22, 1 / 6.0) and spec.tie_embeddings
     assert 3.2 < spec.num_parameters / 1e9 < 3.5
 
@@ -1171,9 +1168,9 @@ def test_mixers_and_multipliers_of_falcon_h1() -> None:
     spec = parse_spec(FALCON_H1_0_5B)
     mamba = spec.recurrent
     assert isinstance(mamba, MambaSpec) and mamba.matrices == (24, 64, 128) and not mamba.normed
-    assert spec.parallel_mixers and spec.attention_layers == tuple(sorted(mamba.layers))
+    assert spec.parallel == "mixers" and spec.attention_layers == tuple(sorted(mamba.layers))
     assert 0.5 < spec.num_parameters / 1e9 < 0.55
-    assert (spec.embedding_scale, spec.logit_scale) == (5.656854249492381, 0.0390625)
+    assert (spec.scales.embedding, spec.scales.logits) == (5.656854249492381, 0.0390625)
     scaled = spec.names.scaled
     assert ".self_attn.q_proj" not in scaled and scaled[".self_attn.k_proj"] == 0.390625
     assert scaled[".mamba.in_proj_x"] == 1.25 * 0.25 and scaled[".mlp.down_proj"] == 0.5859375
@@ -1194,8 +1191,8 @@ def test_mixers_and_multipliers_of_falcon_h1() -> None:
 
 def test_windows_sinks_and_rotations_of_granite_swash() -> None:
     spec = parse_spec(GRANITE_SWASH_2B)
-    assert spec.sinks and spec.windows == (None, 128, 128, 128) * 6 and not spec.ropes
-    assert (spec.attention_scale, spec.head_dim, spec.tie_embeddings) == (1 / 128, 128, True)
+    assert spec.scores.sinks and spec.windows == (None, 128, 128, 128) * 6 and not spec.ropes
+    assert (spec.scores.scale, spec.heads.head_dim, spec.tie_embeddings) == (1 / 128, 128, True)
     assert 2.1 < spec.num_parameters / 1e9 < 2.2
     left_out = ("layer_types", "sliding_window", "num_key_value_heads", "tie_word_embeddings")
     assert parse_spec({k: v for k, v in GRANITE_SWASH_2B.items() if k not in left_out}) == spec
@@ -1211,14 +1208,14 @@ def test_experts_of_granite_swash() -> None:
     rule = RoutingRule(num_experts=48, top_k=4, normalize=True)
     shared = SharedExpert(name="shared_mlp", intermediate_size=1280)
     experts = ExpertsSpec(routing=rule, intermediate_size=512, shared=shared, router="router")
-    assert spec.moe == MoeSpec(experts=experts, layers=frozenset(range(28))) and spec.sinks
+    assert spec.moe == MoeSpec(experts=experts, layers=frozenset(range(28))) and spec.scores.sinks
     assert spec.windows == (None, 128, 128, None, *(128, 128, 128, None) * 6)
     assert 3 < spec.num_parameters / 1e9 < 3.05
 
 
 def test_norms_and_rotation_of_hunyuan() -> None:
     spec = parse_spec(HUNYUAN_7B)
-    assert (spec.norms, spec.qk_norm, spec.norm_eps) == ("before", "rotated", 1e-5)
+    assert (spec.norms.place, spec.qk_norm, spec.norms.eps) == ("before", "rotated", 1e-5)
     assert (spec.rope.scaling, spec.context, spec.tie_embeddings) == ("default", 32768, True)
     assert spec.rope.theta == 10_000.0 * 1000.0 ** (128 / 126)
     assert 7.4 < spec.num_parameters / 1e9 < 7.6
@@ -1229,7 +1226,7 @@ def test_norms_and_rotation_of_hunyuan() -> None:
     assert parse_spec({**HUNYUAN_7B, **beside, "attention_head_dim": 64}) == spec
     without = {key: value for key, value in HUNYUAN_7B.items() if key != "head_dim"}
     narrow = parse_spec({**without, "attention_head_dim": 64})
-    assert (narrow.head_dim, narrow.rope.theta) == (64, 10_000.0 * 1000.0 ** (64 / 62))
+    assert (narrow.heads.head_dim, narrow.rope.theta) == (64, 10_000.0 * 1000.0 ** (64 / 62))
     stretched = parse_spec({**HUNYUAN_7B, "rope_scaling": {"type": "dynamic", "factor": 4.0}})
     assert (stretched.rope.scaling, stretched.rope.factor) == ("dynamic", 4.0)
     for wrong, message in (
@@ -1288,7 +1285,7 @@ def test_experts_of_k_exaone() -> None:
     shared = SharedExpert(name="shared_experts", intermediate_size=2048)
     experts = ExpertsSpec(routing=rule, intermediate_size=2048, shared=shared)
     assert spec.moe == MoeSpec(experts=experts, layers=frozenset(range(1, 48)))
-    assert (spec.norms, spec.qk_norm, spec.norm_eps) == ("before", "head", 1e-5)
+    assert (spec.norms.place, spec.qk_norm, spec.norms.eps) == ("before", "head", 1e-5)
     assert spec.windows == (128, 128, 128, None) * 12
     assert spec.ropes == (spec.rope, spec.rope, spec.rope, None) * 12
     assert 230 < spec.num_parameters / 1e9 < 240 and 21 < spec.num_active_parameters / 1e9 < 24
@@ -1315,11 +1312,11 @@ def test_experts_of_solar_open() -> None:
     shared = SharedExpert(name="shared_experts", intermediate_size=1280)
     experts = ExpertsSpec(routing=rule, intermediate_size=1280, shared=shared)
     assert spec.moe == MoeSpec(experts=experts, layers=frozenset(range(48)))
-    assert (spec.qk_norm, spec.norm_eps, spec.context) == (None, 1e-5, 131072)
+    assert (spec.qk_norm, spec.norms.eps, spec.context) == (None, 1e-5, 131072)
     assert (spec.rope.scaling, spec.rope.factor, spec.rope.theta) == ("yarn", 2.0, 1e6)
     assert 100 < spec.num_parameters / 1e9 < 104 and 10 < spec.num_active_parameters / 1e9 < 13
     biased = parse_spec({**SOLAR_OPEN_100B, "attention_bias": True})
-    assert (biased.qkv_bias, biased.output_bias) == (True, False)
+    assert (biased.biases.qkv, biased.biases.output) == (True, False)
     del (other := {**SOLAR_OPEN_100B, "num_local_experts": 128})["intermediate_size"]
     changed = parse_spec({**other, "n_routed_experts": None})
     assert replace(changed, intermediate_size=spec.intermediate_size) == spec
@@ -1340,8 +1337,8 @@ def test_gates_windows_and_experts_of_trinity() -> None:
     shared = SharedExpert(name="shared_experts", intermediate_size=256)
     experts = ExpertsSpec(routing=rule, intermediate_size=256, shared=shared)
     assert spec.moe == MoeSpec(experts=experts, layers=frozenset(range(2, 56)))
-    assert (spec.norms, spec.qk_norm, spec.norm_eps) == ("around", "head", 1e-5)
-    assert spec.gated_attention and spec.gates_apart and spec.embedding_scale == 32.0
+    assert (spec.norms.place, spec.qk_norm, spec.norms.eps) == ("around", "head", 1e-5)
+    assert spec.gates_apart and spec.scales.embedding == 32.0
     assert spec.windows == (2048, 2048, 2048, None) * 14
     assert spec.ropes == (spec.rope, spec.rope, spec.rope, None) * 14
     assert 6 < spec.num_parameters / 1e9 < 6.3
@@ -1349,7 +1346,7 @@ def test_gates_windows_and_experts_of_trinity() -> None:
     assert parse_spec(unlisted) == spec
     other = parse_spec({**unlisted, "global_attn_every_n_layers": 2, "num_dense_layers": 56})
     assert other.windows == (2048, None) * 28 and other.moe is None
-    assert parse_spec({**TRINITY_NANO, "mup_enabled": False}).embedding_scale == 1.0
+    assert parse_spec({**TRINITY_NANO, "mup_enabled": False}).scales.embedding == 1.0
     for wrong, message in (
         ({"attention_bias": True}, "attention_bias True is not supported, only False"),
         ({"score_func": "softmax"}, "score_func 'softmax' is not supported, only 'sigmoid'"),
@@ -1369,7 +1366,7 @@ def test_experts_of_hy3() -> None:
     shared = SharedExpert(name="shared_experts", intermediate_size=1536)
     experts = ExpertsSpec(routing=rule, intermediate_size=1536, shared=shared)
     assert spec.moe == MoeSpec(experts=experts, layers=frozenset(range(1, 80)))
-    assert (spec.qk_norm, spec.norm_eps, spec.dtype) == ("head", 1e-5, "bfloat16")
+    assert (spec.qk_norm, spec.norms.eps, spec.dtype) == ("head", 1e-5, "bfloat16")
     assert spec.names.left_out == ("model.layers.80.",)
     assert 293 < spec.num_parameters / 1e9 < 300 and 19 < spec.num_active_parameters / 1e9 < 22
     assert parse_spec({**HY3, "torch_dtype": "float16"}).dtype == "float16"
@@ -1418,25 +1415,25 @@ def test_windows_and_experts_of_mellum_2() -> None:
 
 def test_multipliers_and_norms_of_hyperclova() -> None:
     spec = parse_spec(HYPERCLOVA_X_SEED_THINK_14B)
-    scales = spec.attention_scale, spec.embedding_scale, spec.branch_scale, spec.logit_scale
-    assert scales == (0.0078125, 10.0, 1.0, 0.125) and spec.norms == "around"
+    scales = spec.scores.scale, spec.scales.embedding, spec.scales.branch, spec.scales.logits
+    assert scales == (0.0078125, 10.0, 1.0, 0.125) and spec.norms.place == "around"
     assert 14.7 < spec.num_parameters / 1e9 < 14.8
     scaled = {**HYPERCLOVA_X_SEED_THINK_14B, "residual_multiplier": 0.5}
     spec = parse_spec(scaled)
-    assert (spec.branch_scale, spec.stream_scale, spec.stream_eps) == (0.5, 1.0, 1e-5)
+    assert (spec.scales.branch, spec.stream_scale, spec.stream_eps) == (0.5, 1.0, 1e-5)
     spec = parse_spec({**scaled, "use_post_norm": False, "attention_multiplier": None})
-    assert (spec.stream_scale, spec.stream_eps, spec.attention_scale) == (0.5, 4e-5, 128**-0.5)
-    assert spec.norms == "before" and not spec.names.renamed
+    assert (spec.stream_scale, spec.stream_eps, spec.scores.scale) == (0.5, 4e-5, 128**-0.5)
+    assert spec.norms.place == "before" and not spec.names.renamed
 
 
 def test_biases_of_internlm3() -> None:
     spec = parse_spec(INTERNLM3_8B)
     assert (spec.rope.scaling, spec.context) == ("dynamic", 196_608)
-    assert not (spec.qkv_bias or spec.output_bias or spec.mlp_bias)
+    assert not (spec.biases.qkv or spec.biases.output or spec.biases.mlp)
     assert 8.7 < spec.num_parameters / 1e9 < 8.9
     for names in (("qkv_bias", "bias"), ("attention_bias", "mlp_bias")):
         biased = parse_spec({**INTERNLM3_8B, **dict.fromkeys(names, True)})
-        assert biased.qkv_bias and biased.output_bias and biased.mlp_bias
+        assert biased.biases.qkv and biased.biases.output and biased.biases.mlp
     with pytest.raises(
         ConfigError,
         match=r"qkv_bias \(or attention_bias\) True with bias \(or mlp_bias\) False is not",
@@ -1516,7 +1513,7 @@ def test_experts_windows_and_sinks_of_gpt_oss() -> None:
         interleaved=True,
     )
     assert spec.windows == (128, None) * 12 and spec.dtype == "bfloat16"
-    assert spec.qkv_bias and spec.output_bias and spec.attention_shape(2).sinks
+    assert spec.biases.qkv and spec.biases.output and spec.attention_shape(2).sinks
     assert (spec.rope.scaling, spec.rope.truncate, spec.context) == ("yarn", False, 131072)
     assert 20 < spec.num_parameters / 1e9 < 22
     left_out = ("layer_types", "rope_scaling", "swiglu_limit", "rms_norm_eps", "head_dim")
@@ -1529,17 +1526,17 @@ def test_experts_windows_and_sinks_of_gpt_oss() -> None:
 
 def test_parts_that_read_the_same_norm() -> None:
     spec = parse_spec(COMMAND_R_08_2024)
-    assert spec.centered_norms and spec.parallel_parts and spec.tie_embeddings
-    assert (spec.norm_eps, spec.logit_scale, spec.rope.theta) == (1e-5, 0.0625, 4e6)
+    assert spec.norms.centered and spec.parallel == "parts" and spec.tie_embeddings
+    assert (spec.norms.eps, spec.scales.logits, spec.rope.theta) == (1e-5, 0.0625, 4e6)
     assert spec.rope.interleaved and spec.ropes == () and spec.windows == (None,) * 40
     assert 32.2 < spec.num_parameters / 1e9 < 32.4
     with pytest.raises(ConfigError, match="use_qk_norm True is not supported, only False"):
         parse_spec({**COMMAND_R_08_2024, "use_qk_norm": True})
     with pytest.raises(ConfigError, match="norms that subtract the mean are supported only of"):
-        replace(spec, parallel_parts=False, norms="after")
+        replace(spec.norms, place="after")
 
     spec = parse_spec(COMMAND_R_V01)
-    assert (spec.context, spec.rope.scaling, spec.num_kv_heads) == (131072, "default", 64)
+    assert (spec.context, spec.rope.scaling, spec.heads.num_kv_heads) == (131072, "default", 64)
     assert 34.9 < spec.num_parameters / 1e9 < 35.1
     assert parse_spec({**COMMAND_R_V01, "model_max_length": 4096}).context == 8192
     assert parse_spec({**COMMAND_R_V01, "model_max_length": None}).context == 8192
@@ -1547,7 +1544,7 @@ def test_parts_that_read_the_same_norm() -> None:
     spec = parse_spec(COMMAND_R7B)
     assert spec.windows == (4096, 4096, 4096, None) * 8
     assert spec.ropes == (spec.rope, spec.rope, spec.rope, None) * 8 and spec.rope.interleaved
-    assert (spec.logit_scale, spec.context) == (0.25, 132096)
+    assert (spec.scales.logits, spec.context) == (0.25, 132096)
     assert 8.0 < spec.num_parameters / 1e9 < 8.1
     kinds = ["full_attention"] * 32
     assert parse_spec({**COMMAND_R7B, "layer_types": kinds}).ropes == (None,) * 32
@@ -1564,7 +1561,7 @@ def test_experts_of_command() -> None:
     assert (experts.intermediate_size, spec.intermediate_size) == (1024, 8192)
     assert spec.windows == (None, 4096, 4096, 4096, None, 4096, 4096, 4096)
     assert spec.ropes == (*[spec.rope] * 4, None, *[spec.rope] * 3)  # the first is dense
-    assert spec.centered_norms and spec.parallel_parts and spec.head_dim == 128
+    assert spec.norms.centered and spec.parallel == "parts" and spec.heads.head_dim == 128
 
     spec = parse_spec({**COMMAND_A_PLUS, "shared_expert_combination_strategy": "sum"})
     assert spec.moe is not None and spec.moe.experts.routing.scale == 1.0 and not spec.names.scaled
@@ -1572,7 +1569,7 @@ def test_experts_of_command() -> None:
     spec = parse_spec({**COMMAND_A_PLUS, **changed, "first_k_dense_replace": 3})
     assert spec.windows == (4096, None, 4096, 4096, 4096, 4096, None, 4096)
     assert [rope is None for rope in spec.ropes] == [window is None for window in spec.windows]
-    assert (spec.norm_eps, spec.centered_norms) == (1e-6, False)
+    assert (spec.norms.eps, spec.norms.centered) == (1e-6, False)
     softmax = parse_spec(
         {**COMMAND_A_PLUS, "expert_selection_fn": "softmax", "norm_topk_prob": False}
     )
@@ -1591,8 +1588,8 @@ def test_the_square_of_relu_and_gates_of_gelu() -> None:
         parse_spec({**AFM_4_5B, "hidden_act": "silu"})
 
     spec = parse_spec(GEMMA_7B)
-    assert (spec.gate, spec.norm_offset, spec.norms) == ("gelu", 1.0, "before")
-    assert spec.tie_embeddings and spec.embedding_scale == 3072**0.5
+    assert (spec.gate, spec.norms.offset, spec.norms.place) == ("gelu", 1.0, "before")
+    assert spec.tie_embeddings and spec.scales.embedding == 3072**0.5
     assert 8.5 < spec.num_parameters / 1e9 < 8.6
     assert parse_spec({**GEMMA_7B, "hidden_activation": "gelu_pytorch_tanh"}) == spec
     with pytest.raises(ConfigError, match="hidden_activation must be 'gelu' or"):
@@ -1602,8 +1599,8 @@ def test_the_square_of_relu_and_gates_of_gelu() -> None:
 def test_windows_of_cwm() -> None:
     spec = parse_spec(CWM)
     assert spec.windows == (None, 8192, 8192, 8192) * 16 and spec.ropes == ()
-    assert (spec.rope.scaling, spec.rope.factor, spec.head_dim) == ("llama3", 16.0, 128)
-    assert spec.eos_token_ids == {128001, 128008, 128009} and not spec.qkv_bias
+    assert (spec.rope.scaling, spec.rope.factor, spec.heads.head_dim) == ("llama3", 16.0, 128)
+    assert spec.eos_token_ids == {128001, 128008, 128009} and not spec.biases.qkv
     assert 32.0 < spec.num_parameters / 1e9 < 33.0
     bare = {key: value for key, value in CWM.items() if "rope" not in key}
     assert parse_spec({**bare, "eos_token_id": None}) == spec
@@ -1613,9 +1610,9 @@ def test_windows_of_cwm() -> None:
 
 def test_layer_norms_that_are_stored_less_one() -> None:
     spec = parse_spec(MINITRON_4B)
-    assert spec.centered_norms and spec.norm_biases and spec.norm_offset == 1.0
-    assert spec.gate is None and not (spec.qkv_bias or spec.mlp_bias)
-    assert (spec.rope.rotated, spec.norm_eps, spec.head_dim) == (0.5, 1e-5, 128)
+    assert spec.norms.centered and spec.norms.biased and spec.norms.offset == 1.0
+    assert spec.gate is None and not (spec.biases.qkv or spec.biases.mlp)
+    assert (spec.rope.rotated, spec.norms.eps, spec.heads.head_dim) == (0.5, 1e-5, 128)
     assert 4.1 < spec.num_parameters / 1e9 < 4.3
     bare = {key: value for key, value in MINITRON_4B.items() if key != "partial_rotary_factor"}
     assert parse_spec(bare) == spec
@@ -1626,10 +1623,10 @@ def test_layer_norms_that_are_stored_less_one() -> None:
 def test_heads_of_laguna() -> None:
     spec = parse_spec(LAGUNA_XS_2)
     few, many = LayerHeads(48, 8, 128), LayerHeads(64, 8, 128)
-    assert spec.heads == (few, many, many, many) * 10
+    assert spec.heads_by_layer == (few, many, many, many) * 10
     assert spec.windows == (None, 512, 512, 512) * 10
-    assert spec.gated_attention and spec.gates_apart and spec.head_gates
-    assert (spec.output_gate, spec.qk_norm) == ("softplus", "head")
+    gates = AttentionGates(apart=True, one_per_head=True, function="softplus")
+    assert (spec.attention_gates, spec.qk_norm) == (gates, "head")
     assert [(rope.scaling, rope.theta, rope.rotated) for rope in spec.ropes[:2] if rope] == [
         ("yarn", 5e5, 0.5),
         ("default", 1e4, 1.0),
@@ -1647,8 +1644,9 @@ def test_heads_of_laguna() -> None:
 
     bare = {key: value for key, value in LAGUNA_XS_2.items() if key != "rope_parameters"}
     assert [rope.rotated for rope in parse_spec(bare).ropes[:2] if rope] == [0.5, 1.0]
-    assert parse_spec({**LAGUNA_XS_2, "num_attention_heads_per_layer": None}).heads == ()
-    assert not parse_spec({**LAGUNA_XS_2, "gating": "per-element"}).head_gates
+    assert parse_spec({**LAGUNA_XS_2, "num_attention_heads_per_layer": None}).heads_by_layer == ()
+    by_element = replace(gates, one_per_head=False)
+    assert parse_spec({**LAGUNA_XS_2, "gating": "per-element"}).attention_gates == by_element
     for key, value in (
         ("gating", False),
         ("partial_rotary_factor", 0.5),
@@ -1664,7 +1662,8 @@ def test_heads_of_laguna() -> None:
     uneven = [48, *[60] * 39]
     with pytest.raises(ConfigError, match="_per_layer must be 40 numbers of heads that share 8 KV"):
         parse_spec({**LAGUNA_XS_2, "num_attention_heads_per_layer": uneven})
-    assert parse_spec({**LAGUNA_XS_2, "num_attention_heads_per_layer": [48] * 40}).heads == ()
+    alike = parse_spec({**LAGUNA_XS_2, "num_attention_heads_per_layer": [48] * 40})
+    assert alike.heads_by_layer == ()
     ropes = {**LAGUNA_XS_2["rope_parameters"], "sliding_attention": {"rope_type": "foo"}}
     with pytest.raises(ConfigError, match=r"rope_parameters: sliding_attention: .*foo"):
         parse_spec({**LAGUNA_XS_2, "rope_parameters": ropes})
@@ -1677,7 +1676,7 @@ def test_routers_that_correct_logits() -> None:
     assert (rule.num_experts, rule.top_k, rule.normalize, rule.wide) == (384, 6, False, True)
     assert rule.sigmoid and rule.corrected and rule.corrects_logits
     assert experts.shared is not None and experts.shared.intermediate_size == 512
-    assert (spec.norms, spec.qk_norm) == ("around", "head")
+    assert (spec.norms.place, spec.qk_norm) == ("around", "head")
     assert spec.windows == (513, 513, 513, 513, None) * 10
     assert [rope is None for rope in spec.ropes] == [window is None for window in spec.windows]
     assert 77 < spec.num_parameters / 1e9 < 79
@@ -1696,7 +1695,7 @@ def test_routers_that_correct_logits() -> None:
 
 def test_experts_of_flex_olmo() -> None:
     spec = parse_spec(FLEX_OLMO_7X7B)
-    assert (spec.norms, spec.qk_norm, spec.norm_eps, spec.rope.theta) == (
+    assert (spec.norms.place, spec.qk_norm, spec.norms.eps, spec.rope.theta) == (
         "after",
         "token",
         1e-6,
@@ -1711,19 +1710,19 @@ def test_experts_of_flex_olmo() -> None:
 
 def test_layer_norms_with_biases() -> None:
     spec = parse_spec(STARCODER2_7B)
-    assert spec.centered_norms and spec.norm_biases and not spec.parallel_parts
-    assert spec.qkv_bias and spec.output_bias and spec.mlp_bias
+    assert spec.norms.centered and spec.norms.biased and spec.parallel is None
+    assert spec.biases.qkv and spec.biases.output and spec.biases.mlp
     assert spec.gate is None and spec.activation == "gelu" and spec.tie_embeddings
-    assert spec.windows == (4096,) * 32 and (spec.norm_eps, spec.context) == (1e-5, 16384)
+    assert spec.windows == (4096,) * 32 and (spec.norms.eps, spec.context) == (1e-5, 16384)
     assert 7.1 < spec.num_parameters / 1e9 < 7.2
-    assert not parse_spec({**STARCODER2_7B, "use_bias": False}).mlp_bias
+    assert not parse_spec({**STARCODER2_7B, "use_bias": False}).biases.mlp
     with pytest.raises(ConfigError, match="norm_type 'rms_norm' is not supported"):
         parse_spec({**STARCODER2_7B, "norm_type": "rms_norm"})
     with pytest.raises(ConfigError, match="norms with biases are supported only if"):
-        replace(spec, centered_norms=False)
+        replace(spec.norms, centered=False)
 
     spec = parse_spec(JAIS_2_8B)
-    assert spec.centered_norms and spec.norm_biases and spec.qkv_bias and spec.mlp_bias
+    assert spec.norms.centered and spec.norms.biased and spec.biases.qkv and spec.biases.mlp
     assert spec.gate is None and (spec.activation, spec.rope.theta) == ("relu2", 5e5)
     assert 8.0 < spec.num_parameters / 1e9 < 8.2
     with pytest.raises(ConfigError, match="hidden_act 'gelu' is not supported, only 'relu2'"):
@@ -1743,14 +1742,14 @@ def test_learned_activations() -> None:
 
 def test_bounded_scores() -> None:
     spec = parse_spec(GEMMA_2_9B)
-    assert (spec.score_cap, spec.logit_cap, spec.attention_scale) == (50.0, 30.0, 1 / 16)
+    assert (spec.scores.cap, spec.scales.logit_cap, spec.scores.scale) == (50.0, 30.0, 1 / 16)
     assert spec.windows == (4096, None) * 21 and spec.attention_shape().cap == 50.0
-    assert (spec.norms, spec.norm_offset, spec.gate) == ("around", 1.0, "gelu")
+    assert (spec.norms.place, spec.norms.offset, spec.gate) == ("around", 1.0, "gelu")
     assert 9.2 < spec.num_parameters / 1e9 < 9.3
     assert parse_spec({k: v for k, v in GEMMA_2_9B.items() if "softcapping" not in k}) == spec
     nulls = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
     free = parse_spec({**GEMMA_2_9B, **nulls})
-    assert free.score_cap == free.logit_cap == 0.0
+    assert free.scores.cap == free.scales.logit_cap == 0.0
 
 
 def test_short_convolutions() -> None:
@@ -1758,7 +1757,7 @@ def test_short_convolutions() -> None:
     conv = spec.recurrent
     assert isinstance(conv, ConvSpec) and len(conv.layers) == 10
     assert (conv.num_channels, conv.conv_width, conv.matrices) == (2048, 3, (0, 0, 0))
-    assert (spec.intermediate_size, spec.qk_norm, spec.norm_eps) == (8192, "head", 1e-5)
+    assert (spec.intermediate_size, spec.qk_norm, spec.norms.eps) == (8192, "head", 1e-5)
     assert spec.tie_embeddings and 1.16 < spec.num_parameters / 1e9 < 1.18
     assert conv.of_rank(4).num_channels == 512
     with pytest.raises(ConfigError, match="2048 channels of short convolutions cannot be split"):
@@ -1780,7 +1779,8 @@ def test_short_convolutions() -> None:
     assert isinstance(conv, ConvSpec) and len(conv.layers) == 13 and conv.conv_width == 7
     assert spec.windows[:5] == (None, None, None, None, 256)
     assert parse_spec({**LFM3_1_7B, "sliding_window": None}).windows == (None,) * 24
-    assert (spec.norms, spec.gates_apart, spec.head_gates) == ("around", True, True)
+    assert spec.norms.place == "around"
+    assert spec.attention_gates == AttentionGates(apart=True, one_per_head=True)
     local, rope = spec.rope_of(4), spec.rope
     assert local is not None and (local.scaling, local.theta) == ("default", 1e4)
     assert (rope.scaling, rope.theta, rope.rotated) == ("proportional", 1e6, 0.5)
@@ -1810,7 +1810,7 @@ def test_flint() -> None:
     assert (rule.num_experts, rule.top_k, rule.normalize, rule.wide) == (256, 6, True, True)
     assert rule.sigmoid and not rule.corrected
     assert experts.shared == SharedExpert(name="shared_expert", intermediate_size=1024)
-    assert spec.sinks and spec.qk_norm == "head"
+    assert spec.scores.sinks and spec.qk_norm == "head"
     assert 39 < spec.num_parameters / 1e9 < 41
     ours = dict(spec.names.weights("model.layers.0.self_attn.softmax_offset", (32,)))
     assert list(ours) == ["model.layers.0.self_attn.sinks"]
@@ -1825,11 +1825,12 @@ def test_muse_glimmer() -> None:
     spec = parse_spec(MUSE_GLIMMER_30B)
     assert spec.windows == (2048, 2048, 2048, None) * 13
     assert [rope is None for rope in spec.ropes] == [False, False, False, True] * 13
-    assert (spec.qk_norm, spec.norms, spec.norm_offset) == ("unweighted everywhere", "around", 1.0)
-    assert (spec.norm_eps, spec.output_norm_eps, spec.final_norm_offset) == (1e-5, 1e-8, 0.0)
-    assert spec.attention_scale == pytest.approx(3.87 / math.sqrt(128))
-    assert spec.logit_scale == pytest.approx(26**-0.5) and spec.logit_cap == 20.0
-    assert spec.embedding_norm and spec.gated_attention and spec.gates_apart
+    assert spec.qk_norm == "unweighted everywhere"
+    norms = NormsSpec(eps=1e-5, place="around", output_eps=1e-8, offset=1.0, final_offset=0.0)
+    assert spec.norms == replace(norms, of_embedding=True)
+    assert spec.scores.scale == pytest.approx(3.87 / math.sqrt(128))
+    assert spec.scales.logits == pytest.approx(26**-0.5) and spec.scales.logit_cap == 20.0
+    assert spec.attention_gates == AttentionGates(apart=True)
     assert 27.5 < spec.num_parameters / 1e9 < 28
     text = MUSE_GLIMMER_30B["text_config"]
     short = {"rope_parameters": text["rope_parameters"], "model_type": "muse_glimmer_text"}
@@ -1849,12 +1850,12 @@ def test_muse_glimmer() -> None:
 
 def test_vaultgemma() -> None:
     spec = parse_spec(VAULTGEMMA_1B)
-    assert (spec.norms, spec.norm_offset, spec.gate) == ("before", 1.0, "gelu")
-    assert (spec.score_cap, spec.logit_cap, spec.windows) == (0.0, 0.0, (512, None) * 13)
+    assert (spec.norms.place, spec.norms.offset, spec.gate) == ("before", 1.0, "gelu")
+    assert (spec.scores.cap, spec.scales.logit_cap, spec.windows) == (0.0, 0.0, (512, None) * 13)
     assert 1.0 < spec.num_parameters / 1e9 < 1.1 and spec.tie_embeddings
     bounded = dict(VAULTGEMMA_1B)
     del bounded["attn_logit_softcapping"], bounded["final_logit_softcapping"]
-    assert (parse_spec(bounded).score_cap, parse_spec(bounded).logit_cap) == (50.0, 30.0)
+    assert (parse_spec(bounded).scores.cap, parse_spec(bounded).scales.logit_cap) == (50.0, 30.0)
     norm = "model.layers.0.pre_feedforward_layernorm.weight"
     ours = [name for name, _ in spec.names.weights(norm, (1152,))]
     assert ours == ["model.layers.0.post_attention_layernorm.weight"]
@@ -1862,10 +1863,10 @@ def test_vaultgemma() -> None:
 
 def test_helium() -> None:
     spec = parse_spec(HELIUM_1_2B)
-    assert spec.rope.interleaved and (spec.rope.theta, spec.norm_eps) == (1e5, 1e-8)
+    assert spec.rope.interleaved and (spec.rope.theta, spec.norms.eps) == (1e5, 1e-8)
     assert 2.0 < spec.num_parameters / 1e9 < 2.3
     biased = parse_spec({**HELIUM_1_2B, "attention_bias": True})
-    assert biased.qkv_bias and not biased.output_bias
+    assert biased.biases.qkv and not biased.biases.output
     with pytest.raises(ConfigError, match="head_dim must be hidden_size / 20 heads, got 64"):
         parse_spec({**HELIUM_1_2B, "head_dim": 64})
 
@@ -1875,21 +1876,21 @@ def test_minicpm3() -> None:
     latent = LatentSpec(latent_dim=256, rope_dim=32, nope_dim=64, value_dim=64, query_rank=768)
     assert spec.latent == latent and not spec.rope.interleaved
     assert (spec.rope.scaling, spec.context, spec.tie_embeddings) == ("longrope", 32768, True)
-    assert (spec.embedding_scale, spec.logit_scale) == (12.0, 0.1)
-    assert spec.branch_scale == pytest.approx(1.4 / math.sqrt(62))
+    assert (spec.scales.embedding, spec.scales.logits) == (12.0, 0.1)
+    assert spec.scales.branch == pytest.approx(1.4 / math.sqrt(62))
     assert 4.0 < spec.num_parameters / 1e9 < 4.3
     plain = parse_spec({**MINICPM3_4B, "scale_depth": None, "dim_model_base": None})
-    assert plain.branch_scale == plain.logit_scale == 1.0
+    assert plain.scales.branch == plain.scales.logits == 1.0
     with pytest.raises(ConfigError, match="attention_bias True is not supported"):
         parse_spec({**MINICPM3_4B, "attention_bias": True})
 
 
 def test_nanochat() -> None:
     spec = parse_spec(NANOCHAT_D32)
-    assert spec.unweighted_norms and spec.embedding_norm and spec.qk_norm == "unweighted"
+    assert not spec.norms.weighted and spec.norms.of_embedding and spec.qk_norm == "unweighted"
     assert spec.rope.reversed and spec.gate is None and spec.activation == "relu2"
-    assert spec.logit_cap == 15.0
-    assert parse_spec({**NANOCHAT_D32, "final_logit_softcapping": None}).logit_cap == 0.0
+    assert spec.scales.logit_cap == 15.0
+    assert parse_spec({**NANOCHAT_D32, "final_logit_softcapping": None}).scales.logit_cap == 0.0
     assert 1.8 < spec.num_parameters / 1e9 < 1.95
     yarn: dict[str, Any] = {"rope_theta": 10000.0, "rope_type": "yarn", "factor": 4.0}
     yarn["original_max_position_embeddings"] = 2048
@@ -1902,7 +1903,7 @@ def test_nanochat() -> None:
 def test_text_parts_around_other_decoders() -> None:
     spec = parse_spec(LLAVA_1_5_7B)
     assert (spec.architecture, spec.dtype) == ("LlavaForConditionalGeneration", "float16")
-    assert (spec.num_layers, spec.num_kv_heads, spec.intermediate_size) == (32, 32, 11008)
+    assert (spec.num_layers, spec.heads.num_kv_heads, spec.intermediate_size) == (32, 32, 11008)
     assert 6.7 < spec.num_parameters / 1e9 < 6.8 and not spec.tie_embeddings
 
     spec = parse_spec(LLAVA_1_6_MISTRAL_7B)
@@ -1910,16 +1911,16 @@ def test_text_parts_around_other_decoders() -> None:
     assert 7.2 < spec.num_parameters / 1e9 < 7.3
 
     spec = parse_spec(PIXTRAL_12B)
-    assert (spec.num_heads, spec.head_dim, spec.windows) == (32, 128, (None,) * 40)
+    assert (spec.heads.num_heads, spec.heads.head_dim, spec.windows) == (32, 128, (None,) * 40)
     assert 12.2 < spec.num_parameters / 1e9 < 12.3
 
     spec = parse_spec(AYA_VISION_32B)
-    assert spec.centered_norms and spec.tie_embeddings and spec.rope.theta == 4e6
-    assert (spec.hidden_size, spec.num_layers, spec.num_heads) == (8192, 40, 64)
+    assert spec.norms.centered and spec.tie_embeddings and spec.rope.theta == 4e6
+    assert (spec.hidden_size, spec.num_layers, spec.heads.num_heads) == (8192, 40, 64)
     assert 32.2 < spec.num_parameters / 1e9 < 32.4
 
     spec = parse_spec(INTERNVL_3_5_8B)
-    assert (spec.hidden_size, spec.num_heads, spec.head_dim) == (4096, 32, 128)
+    assert (spec.hidden_size, spec.heads.num_heads, spec.heads.head_dim) == (4096, 32, 128)
     assert (spec.vocab_size, spec.context, spec.qk_norm) == (151936, 40960, "head")
     assert 8.1 < spec.num_parameters / 1e9 < 8.3 and not spec.tie_embeddings
 
@@ -1936,7 +1937,7 @@ def test_thinkers_of_models_that_speak() -> None:
     theirs = {"architectures": ["Qwen2_5OmniForConditionalGeneration"]}
     assert spec.architecture == "Qwen2_5OmniModel"
     assert parse_spec({**QWEN_2_5_OMNI_7B, **theirs}).architecture == theirs["architectures"][0]
-    assert spec.qkv_bias and (spec.rope.scaling, spec.rope.theta) == ("default", 1e6)
+    assert spec.biases.qkv and (spec.rope.scaling, spec.rope.theta) == ("default", 1e6)
     assert (spec.dtype, spec.context) == ("bfloat16", 32768)
     assert 7.5 < spec.num_parameters / 1e9 < 7.7
 
@@ -1984,7 +1985,7 @@ def granite_vision_4(**text: Any) -> dict[str, Any]:
 
 def test_text_parts_of_models_that_see_or_hear() -> None:
     spec = parse_spec(HYPERCLOVA_X_SEED_THINK_32B)
-    assert (spec.norms, spec.attention_scale) == ("before", 0.08838834764831845)
+    assert (spec.norms.place, spec.scores.scale) == ("before", 0.08838834764831845)
     assert 32 < spec.num_parameters / 1e9 < 33
     names = {
         name: [weight for weight, _ in spec.names.weights(name, (2, 2))]
@@ -2002,17 +2003,17 @@ def test_text_parts_of_models_that_see_or_hear() -> None:
     assert list(spelled) == list(names)[:2]
 
     spec = parse_spec(QWEN_2_AUDIO_7B)
-    assert (spec.num_kv_heads, spec.windows, spec.qkv_bias) == (32, (None,) * 32, True)
+    assert (spec.heads.num_kv_heads, spec.windows, spec.biases.qkv) == (32, (None,) * 32, True)
     assert 7.5 < spec.num_parameters / 1e9 < 8.5
 
     spec = parse_spec(VOXTRAL_MINI_3B)
-    assert (spec.rope.theta, spec.head_dim, spec.context) == (1e8, 128, 131072)
+    assert (spec.rope.theta, spec.heads.head_dim, spec.context) == (1e8, 128, 131072)
     assert 3.9 < spec.num_parameters / 1e9 < 4.1
     short = {**VOXTRAL_MINI_3B, "text_config": {"model_type": "llama"}}
     assert parse_spec(short) == spec
 
     spec = parse_spec(granite_vision_4())
-    assert spec.logit_scale == 1 / 16 and spec.embedding_scale == 12.0
+    assert spec.scales.logits == 1 / 16 and spec.scales.embedding == 12.0
     assert parse_spec(granite_vision_4(model_type="granite")) == spec
     with pytest.raises(ConfigError, match="text_config: model_type must be one of "):
         parse_spec(granite_vision_4(model_type="granitemoehybrid"))

@@ -958,7 +958,7 @@ def test_layers_with_biases_on_tensor_cores(length: int, size: int, tmp_path: Pa
     """Biases of attention, of experts in codes, and of their router, all after half-done norms."""
     prompt = a_prompt(write_quantized("mxfp4-gpt-oss", tmp_path), length)
     spec = load_spec(tmp_path)
-    assert has_fused_layers(spec) and spec.output_bias
+    assert has_fused_layers(spec) and spec.biases.output
 
     def keeps(form: WeightFormat) -> bool:
         return has_expert_kernels(form, spec, 1)

@@ -62,7 +62,8 @@ class KernelChoices:
     takes: Callable[[WeightFormat, int, int], bool] | None = None
 
 
-BY_DEVICE: Final = KernelChoices()
+KERNELS_BY_DEVICE: Final = KernelChoices()
+"""What a kind of device has by default."""
 
 
 def build_model(
@@ -77,7 +78,7 @@ def build_model(
     eagle: Path | None = None,
     seed: int = 0,
     whole_experts: bool = False,
-    kernels: KernelChoices = BY_DEVICE,
+    kernels: KernelChoices = KERNELS_BY_DEVICE,
     progress: Progress = unseen,
 ) -> Decoder:
     """This rank's part of the model in ``folder``.

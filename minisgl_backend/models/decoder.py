@@ -40,7 +40,7 @@ from minisgl_backend.layers.quantized_matrix import Matrices
 from minisgl_backend.models.decoder_layers import (
     DecoderLayer,
     LayerNormLayer,
-    LayerParts,
+    LayerRecipe,
     MakeExperts,
     ParallelLayer,
     PostNormLayer,
@@ -93,7 +93,7 @@ class _Body(nn.Module):
             "model.embed_tokens", spec.vocab_size, spec.hidden_size, group=group, matrices=matrices
         )
         self.layers = nn.ModuleList(
-            _layer(LayerParts(spec, layer, group, matrices, experts)) for layer in spec.own_layers
+            _layer(LayerRecipe(spec, layer, group, matrices, experts)) for layer in spec.own_layers
         )
         self.layer_inputs: LayerInputsMaker | None = None
         if spec.layer_inputs is not None:
@@ -412,18 +412,18 @@ class Decoder(nn.Module):
         return is_small and small_batch.MAX_TOKENS < num_tokens <= _PDL_TOKENS
 
 
-def _layer(parts: LayerParts) -> Layer:
-    spec, layer = parts.spec, parts.layer
+def _layer(recipe: LayerRecipe) -> Layer:
+    spec, layer = recipe.spec, recipe.layer
     if layer == spec.num_layers:
-        return MTPLayer(parts)
+        return MTPLayer(recipe)
     if spec.scaled_layers:
-        return Gemma4Layer(parts)
+        return Gemma4Layer(recipe)
     if spec.single_parts:
-        return SinglePartLayer(parts)
+        return SinglePartLayer(recipe)
     if spec.parallel == "parts":
-        return ParallelLayer(parts)
+        return ParallelLayer(recipe)
     if spec.norms.centered:
-        return LayerNormLayer(parts)
+        return LayerNormLayer(recipe)
     if spec.norms_of(layer) == "before":
-        return DecoderLayer(parts)
-    return PostNormLayer(parts)
+        return DecoderLayer(recipe)
+    return PostNormLayer(recipe)

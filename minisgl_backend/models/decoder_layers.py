@@ -51,8 +51,8 @@ _RECURRENT: Final[Mapping[type[RecurrentSpec], tuple[str, _MakeRecurrent]]] = Ma
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LayerParts:
-    """What the layer with the index ``layer`` of a model is made of: ``spec`` describes it,
+class LayerRecipe:
+    """How to make the layer with the index ``layer`` of a model: ``spec`` describes it,
     ``matrices`` and ``experts`` make its modules, and ``group`` says which part a rank has."""
 
     spec: ModelSpec
@@ -70,12 +70,12 @@ class LayerParts:
 class _TwoPartLayer(nn.Module):
     """Token mixing and feed-forward, behind a norm of the layer's input."""
 
-    def __init__(self, parts: LayerParts):
+    def __init__(self, recipe: LayerRecipe):
         super().__init__()
-        self.input_layernorm = residual_norm(parts.spec)
-        self._mixer_name, mixer = _token_mixer(parts)
+        self.input_layernorm = residual_norm(recipe.spec)
+        self._mixer_name, mixer = _token_mixer(recipe)
         self.add_module(self._mixer_name, mixer)
-        self.mlp = _feed_forward(parts)
+        self.mlp = _feed_forward(recipe)
 
     @property
     def first_norm(self) -> RMSNorm | None:
@@ -91,9 +91,9 @@ class _TwoPartLayer(nn.Module):
 class DecoderLayer(_TwoPartLayer):
     """Token mixing and feed-forward, each on the normalized residual stream and added to it."""
 
-    def __init__(self, parts: LayerParts):
-        super().__init__(parts)
-        self.post_attention_layernorm = residual_norm(parts.spec)
+    def __init__(self, recipe: LayerRecipe):
+        super().__init__(recipe)
+        self.post_attention_layernorm = residual_norm(recipe.spec)
         self.input_layernorm.rounding = self.mixer.rounding
         self.post_attention_layernorm.rounding = self.mlp.rounding
 
@@ -114,17 +114,17 @@ class SinglePartLayer(nn.Module):
     """A layer that is only token mixing or only a feed-forward block, on the normalized residual
     stream and added to it, as in Nemotron-H. The other part is None."""
 
-    def __init__(self, parts: LayerParts):
+    def __init__(self, recipe: LayerRecipe):
         super().__init__()
-        self.input_layernorm = residual_norm(parts.spec)
+        self.input_layernorm = residual_norm(recipe.spec)
         self._mixer_name: str | None = None
         self.mlp: UngatedMLP | GatedMLP | ExpertsMLP | None = None
-        if parts.spec.has_part(parts.layer, "mixer"):
-            self._mixer_name, mixer = _token_mixer(parts)
+        if recipe.spec.has_part(recipe.layer, "mixer"):
+            self._mixer_name, mixer = _token_mixer(recipe)
             self.add_module(self._mixer_name, mixer)
             self.input_layernorm.rounding = mixer.rounding
         else:
-            feed_forward = _feed_forward(parts)
+            feed_forward = _feed_forward(recipe)
             self.mlp = feed_forward
             self.input_layernorm.rounding = feed_forward.rounding
 
@@ -157,9 +157,9 @@ class PostNormLayer(nn.Module):
     addition to them (Gemma 3). Both norms and the residual add between them are one kernel
     (``add_normed``)."""
 
-    def __init__(self, parts: LayerParts):
+    def __init__(self, recipe: LayerRecipe):
         super().__init__()
-        spec, norms = parts.spec, parts.spec.norms
+        spec, norms = recipe.spec, recipe.spec.norms
 
         def norm() -> RMSNorm:
             return RMSNorm(spec.hidden_size, norms.eps, offset=norms.offset)
@@ -168,14 +168,14 @@ class PostNormLayer(nn.Module):
             eps, scale = norms.output_eps or norms.eps, spec.scales.branch
             return RMSNorm(spec.hidden_size, eps, scale=scale, offset=norms.offset)
 
-        has_both = spec.norms_of(parts.layer) == "around"
+        has_both = spec.norms_of(recipe.layer) == "around"
         self.input_layernorm = norm() if has_both else None
-        self._mixer_name, mixer = _token_mixer(parts)
+        self._mixer_name, mixer = _token_mixer(recipe)
         assert isinstance(mixer, (SelfAttention, ShortConv))  # others do not give their output
         self.add_module(self._mixer_name, mixer)
         self.post_attention_layernorm = output_norm()
         self.pre_feedforward_layernorm = norm() if has_both else None
-        self.mlp = _feed_forward(parts)
+        self.mlp = _feed_forward(recipe)
         self.post_feedforward_layernorm = output_norm()
         if self.input_layernorm is not None and self.pre_feedforward_layernorm is not None:
             self.input_layernorm.rounding = mixer.rounding
@@ -208,19 +208,19 @@ class _SummedLayer(_TwoPartLayer):
 
     self_attn: SelfAttention
 
-    def __init__(self, parts: LayerParts):
-        super().__init__(parts)
+    def __init__(self, recipe: LayerRecipe):
+        super().__init__(recipe)
         assert isinstance(self.mixer, SelfAttention)  # others add their output themselves
-        self._group = parts.group
+        self._group = recipe.group
 
 
 class LayerNormLayer(_SummedLayer):
     """Token mixing and feed-forward, each on a LayerNorm of the residual stream and added to it
     (StarCoder 2, Jais 2, Minitron). Each norm is complete before it is read."""
 
-    def __init__(self, parts: LayerParts):
-        super().__init__(parts)
-        self.post_attention_layernorm = residual_norm(parts.spec)
+    def __init__(self, recipe: LayerRecipe):
+        super().__init__(recipe)
+        self.post_attention_layernorm = residual_norm(recipe.spec)
 
     def forward(
         self, residual: Tensor, x: Normed, next_norm: RMSNorm | None, step: StepContext
@@ -264,11 +264,11 @@ def residual_norm(spec: ModelSpec, scale: float = 1.0, *, offset: float | None =
     )
 
 
-def plain_mlp(parts: LayerParts) -> GatedMLP | UngatedMLP:
+def plain_mlp(recipe: LayerRecipe) -> GatedMLP | UngatedMLP:
     """A layer's feed-forward block of all tokens."""
-    spec, group, matrices = parts.spec, parts.group, parts.matrices
-    name = f"{parts.name}.mlp"
-    sizes = spec.hidden_size, spec.intermediate_size_of(parts.layer)
+    spec, group, matrices = recipe.spec, recipe.group, recipe.matrices
+    name = f"{recipe.name}.mlp"
+    sizes = spec.hidden_size, spec.intermediate_size_of(recipe.layer)
     if spec.gate is None:
         return UngatedMLP(
             name,
@@ -284,10 +284,10 @@ def plain_mlp(parts: LayerParts) -> GatedMLP | UngatedMLP:
 
 
 def _token_mixer(
-    parts: LayerParts,
+    recipe: LayerRecipe,
 ) -> tuple[str, SelfAttention | LatentAttention | RecurrentMixer | ParallelMixer]:
     """The name in the checkpoint of a layer's token mixing, and the module, by its kind."""
-    spec, layer, group, matrices = parts.spec, parts.layer, parts.group, parts.matrices
+    spec, layer, group, matrices = recipe.spec, recipe.layer, recipe.group, recipe.matrices
     if spec.recurrent is None or layer not in spec.recurrent.layers:
         if spec.latent is not None:
             return "self_attn", LatentAttention(spec, spec.latent, layer, group, matrices)
@@ -300,8 +300,8 @@ def _token_mixer(
     return "mixers", ParallelMixer(attention, mixer, name)
 
 
-def _feed_forward(parts: LayerParts) -> GatedMLP | UngatedMLP | ExpertsMLP:
-    spec, moe = parts.spec, parts.spec.moe
-    if moe is None or parts.layer not in moe.layers:
-        return plain_mlp(parts)
-    return parts.experts(f"{parts.name}.mlp", spec.hidden_size, moe.experts)
+def _feed_forward(recipe: LayerRecipe) -> GatedMLP | UngatedMLP | ExpertsMLP:
+    spec, moe = recipe.spec, recipe.spec.moe
+    if moe is None or recipe.layer not in moe.layers:
+        return plain_mlp(recipe)
+    return recipe.experts(f"{recipe.name}.mlp", spec.hidden_size, moe.experts)

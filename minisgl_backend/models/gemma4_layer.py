@@ -20,7 +20,7 @@ from minisgl_backend.layers.linear import MergedColumnLinear
 from minisgl_backend.layers.norm import Normed, RMSNorm, add_normed
 from minisgl_backend.layers.quantized_matrix import Matrices
 from minisgl_backend.layers.weight_place import Place, Share, empty_parameter, whole
-from minisgl_backend.models.decoder_layers import LayerParts, plain_mlp
+from minisgl_backend.models.decoder_layers import LayerRecipe, plain_mlp
 from minisgl_backend.models.spec import LayerInputs, ModelSpec
 from minisgl_backend.models.token_mixing import SelfAttention, StepContext
 from minisgl_backend.parallel.group import Group
@@ -30,9 +30,9 @@ class Gemma4Layer(nn.Module):
     """Attention and feed-forward, each between two norms; then, if the model has them, the layer's
     inputs; finally the residual stream is multiplied by the layer's own number."""
 
-    def __init__(self, parts: LayerParts):
+    def __init__(self, recipe: LayerRecipe):
         super().__init__()
-        spec, layer, group, matrices = parts.spec, parts.layer, parts.group, parts.matrices
+        spec, layer, group, matrices = recipe.spec, recipe.layer, recipe.group, recipe.matrices
 
         def norm() -> RMSNorm:
             return RMSNorm(spec.hidden_size, spec.norms.eps)
@@ -42,22 +42,22 @@ class Gemma4Layer(nn.Module):
         self.self_attn = SelfAttention(spec, layer, group, matrices)
         self.post_attention_layernorm = norm()
         self.pre_feedforward_layernorm = norm()
-        self.mlp = plain_mlp(parts)
+        self.mlp = plain_mlp(recipe)
         self.pre_feedforward_layernorm.rounding = self.mlp.rounding
         self.post_feedforward_layernorm = norm()
         self.experts: ExpertsBeside | None = None
         if spec.moe is not None and layer in spec.moe.layers:
             self.experts = ExpertsBeside(
-                spec, parts.experts(parts.name, spec.hidden_size, spec.moe.experts)
+                spec, recipe.experts(recipe.name, spec.hidden_size, spec.moe.experts)
             )
         self.has_inputs = spec.layer_inputs is not None
         if spec.layer_inputs is not None:
             size = spec.layer_inputs.size
             self.gate = _replicated(
-                parts.name, "per_layer_input_gate", spec.hidden_size, size, matrices
+                recipe.name, "per_layer_input_gate", spec.hidden_size, size, matrices
             )
             self.projection = _replicated(
-                parts.name, "per_layer_projection", size, spec.hidden_size, matrices
+                recipe.name, "per_layer_projection", size, spec.hidden_size, matrices
             )
             self.post_per_layer_input_norm = norm()
         self.layer_scalar = _Scalar()

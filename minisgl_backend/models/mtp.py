@@ -20,7 +20,7 @@ from minisgl_backend.layers.linear import RowLinear
 from minisgl_backend.layers.matrix import DenseMatrix
 from minisgl_backend.layers.norm import Normed, RMSNorm
 from minisgl_backend.layers.quantized_matrix import QuantizedMatrix, rounded
-from minisgl_backend.models.decoder_layers import DecoderLayer, LayerParts, residual_norm
+from minisgl_backend.models.decoder_layers import DecoderLayer, LayerRecipe, residual_norm
 from minisgl_backend.models.token_mixing import StepContext
 
 
@@ -64,19 +64,19 @@ class MTPLayer(DecoderLayer):
     read_layers: tuple[int, ...] = ()
     embedding: VocabEmbedding | None = None
 
-    def __init__(self, parts: LayerParts):
-        super().__init__(parts)
-        spec = parts.spec
+    def __init__(self, recipe: LayerRecipe):
+        super().__init__(recipe)
+        spec = recipe.spec
         self.state_size = spec.hidden_size
         self.enorm = residual_norm(spec)
         self.hnorm = residual_norm(spec)
         self.eh_proj = RowLinear(
-            f"{parts.name}.eh_proj",
+            f"{recipe.name}.eh_proj",
             2 * spec.hidden_size,
             spec.hidden_size,
             bias=False,
-            group=parts.group,
-            matrices=parts.matrices,
+            group=recipe.group,
+            matrices=recipe.matrices,
         )
         self.shared_head = _Head(residual_norm(spec))
         self.rounded_head: QuantizedMatrix | None = None

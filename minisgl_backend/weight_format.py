@@ -124,10 +124,12 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class WeightFormats:
-    """The formats of a checkpoint's projections, by their names; embeddings are never quantized.
+    """The formats of a checkpoint's projections, by their names.
 
     The first of the ``rules`` that matches counts, and a projection without a rule is plain.
-    ``method`` is the name of the tool, for messages.
+    Embeddings always are, and so are the weights of index queries, which publishers list by another
+    name (GLM-5's is ``indexers_proj``) or not at all. ``method`` is the name of the tool, for
+    messages.
     """
 
     method: str
@@ -136,7 +138,7 @@ class WeightFormats:
     def of(self, name: str, *others: str) -> WeightFormat | None:
         """The format of the projection ``name``, such as ``model.layers.0.mlp.down_proj``, which
         rules may call by one of the ``others``, too."""
-        if name.endswith("embed_tokens"):
+        if name.endswith(("embed_tokens", ".indexer.weights_proj")):
             return None
         for rule in self.rules:
             if any(map(rule.is_for, (name, *others))):
@@ -151,13 +153,12 @@ class WeightFormats:
 
 _STAY_PLAIN: Final = (
     r"gate|router|router\.proj|shared_expert_gate|linear_attn\.in_proj_(?:ba|[ab])"
-    r"|self_attn\.(?:b|[fg]_[ab])_proj|indexer\.weights_proj"
+    r"|self_attn\.(?:b|[fg]_[ab])_proj"
 )
 CONVERT_TO_FP8: Final = WeightFormats(
     "converted while loading",
     (Rule(re.compile(rf"model\.layers\.(?!.*\.(?:{_STAY_PLAIN})$).*"), CONVERTED_FP8),),
 )
 """All projections of the layers except routers, gates of shared experts, rates of Gated DeltaNet,
-rates, decays and gates of Kimi Delta Attention, weights of index queries, and ``kv_b_proj`` of
-multi-head latent attention, which kernels take only as plain numbers. The output head stays as it
-is."""
+rates, decays and gates of Kimi Delta Attention, and ``kv_b_proj`` of multi-head latent attention,
+which kernels take only as plain numbers. The output head stays as it is."""

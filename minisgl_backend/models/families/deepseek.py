@@ -73,7 +73,8 @@ def read_deepseek_v3(config: ConfigReader) -> ModelSpec:
 
 def read_deepseek_v32(config: ConfigReader) -> ModelSpec:
     """``DeepseekV32ForCausalLM``: DeepSeek-V3.2, which is DeepSeek-V3 with an indexer in each
-    layer."""
+    layer. The keys by which layers of GLM-5 share positions do not count here, as in transformers.
+    """
     check_supported(config, {"indexer_rope_interleave": False})
     config = config.with_defaults(**_SIZES_OF_V3, index_n_heads=64, max_position_embeddings=163_840)
     num_layers = config.integer("num_hidden_layers")
@@ -103,7 +104,7 @@ def _with_indexer(
     architecture: str, config: ConfigReader, layers: Iterable[int], *, interleaved: bool
 ) -> ModelSpec:
     """A model like DeepSeek-V3.2, in which ``layers`` have an indexer, and so has the MTP layer."""
-    check_supported(config, _OF_V3)
+    check_supported(config, {**_OF_V3, "rope_interleave": True})
     fields = latent_fields(config)
     num_layers, latent = fields["num_layers"], fields["latent"]
     indexer = read_indexer(config, latent, {*layers, num_layers}, interleaved=interleaved)
@@ -129,26 +130,24 @@ def _with_indexer(
 
 
 def _layers_that_choose(config: ConfigReader, num_layers: int) -> list[int]:
-    """The layers with an indexer, by ``indexer_types``; or by ``index_topk_pattern``, a letter for
-    each layer; or every ``index_topk_freq``-th."""
-    kinds = config.layer_kinds(("full", "shared"), num_layers, "indexer_types")
-    pattern = config.values.get("index_topk_pattern")
-    if kinds is None and isinstance(pattern, str):
-        if len(pattern) != num_layers or not set(pattern) <= set("FS"):
-            raise config.error("index_topk_pattern", f"F or S for {num_layers} layers", pattern)
-        kinds = ["full" if letter == "F" else "shared" for letter in pattern]
-    if kinds is None:
-        kinds = config.layer_kinds(("full", "shared"), num_layers, "index_topk_pattern")
-    if kinds is None:
+    """The layers with an indexer, by ``indexer_types``; or by ``index_topk_pattern``, which may be
+    a letter for each layer; or every ``index_topk_freq``-th."""
+    keys = [key for key in ("indexer_types", "index_topk_pattern") if key in config.values]
+    if not keys:
         every = config.integer("index_topk_freq", 1, minimum=0) or 1
-        offset = config.integer("index_skip_topk_offset", 2, minimum=0)
-        kinds = [
-            "shared" if max(layer + 1 - offset, 0) % every else "full"
-            for layer in range(num_layers)
-        ]
-    if kinds[0] != "full":
-        raise config.error("indexer_types", "full for the first layer", kinds[0])
-    return [layer for layer, kind in enumerate(kinds) if kind == "full"]
+        # the first layer has none to take positions from
+        offset = config.integer("index_skip_topk_offset", 2, minimum=0 if every == 1 else 1)
+        return [layer for layer in range(num_layers) if max(layer + 1 - offset, 0) % every == 0]
+    key, given = keys[0], config.values[keys[0]]
+    if key == "index_topk_pattern" and isinstance(given, str):
+        if len(given) != num_layers or not set(given) <= set("FS"):
+            raise config.error(key, f"F or S for {num_layers} layers", given)
+        kinds = ["full" if letter == "F" else "shared" for letter in given]
+        config = config.with_values(index_topk_pattern=kinds)
+    listed = config.layer_kinds(("full", "shared"), num_layers, key) or []
+    if listed[0] != "full":
+        raise config.error(key, "full for the first layer", listed[0])
+    return [layer for layer, kind in enumerate(listed) if kind == "full"]
 
 
 def read_kimi_k25(config: ConfigReader) -> ModelSpec:

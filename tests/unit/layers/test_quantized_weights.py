@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -36,6 +37,7 @@ from minisgl_backend.models.catalog import load_spec, parse_spec
 from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.decoder import Decoder
 from minisgl_backend.models.gated_delta_net import GatedDeltaNet
+from minisgl_backend.models.indexer import Indexer
 from minisgl_backend.models.kimi_delta import KimiDeltaAttention
 from minisgl_backend.models.mamba import MambaMixer
 from minisgl_backend.models.quantization import read_quantization
@@ -46,6 +48,7 @@ from minisgl_backend.weight_format import (
     CONVERTED_FP8,
     Encoding,
     Layout,
+    Rule,
     WeightFormat,
     WeightFormats,
 )
@@ -1161,6 +1164,27 @@ def test_routers_are_not_converted(case: str, tmp_path: Path) -> None:
 
     stored, converted = routers(spec), routers(replace(spec, weights=CONVERT_TO_FP8))
     assert stored and all(map(torch.equal, stored, converted))
+
+
+def test_random_weights_of_index_queries_are_plain(tmp_path: Path) -> None:
+    """As those of checkpoints, which no rule of their config.json names."""
+    write_checkpoint("glm-moe-dsa", tmp_path)
+    form = WeightFormat(layout=Layout.FP8, encoding=Encoding.E4M3, block=(128, 128))
+    weights = WeightFormats("test", (Rule(re.compile(".*"), form),))
+    model = build_model(
+        replace(load_spec(tmp_path), weights=weights),
+        tmp_path,
+        dtype=torch.bfloat16,
+        device=CPU,
+        group=OneRank(),
+        load_format="dummy",
+        kernels=KernelChoices(keep_quantized=True),
+    )
+    indexers = [module for module in model.modules() if isinstance(module, Indexer)]
+    assert indexers
+    for indexer in indexers:
+        assert isinstance(indexer.weights_proj.matrix, DenseMatrix)
+        assert isinstance(indexer.wk.matrix, QuantizedMatrix)
 
 
 @pytest.mark.parametrize("case", ["nemotron-h", "granite-hybrid", "falcon-h1"])

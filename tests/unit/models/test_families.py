@@ -775,6 +775,13 @@ def test_the_indexer_of_deepseek_v32() -> None:
     assert shape.numbers_per_position(window_pages=False) == 61 * (576 + 128)
     with_mtp = spec.with_mtp().attention_shape()
     assert with_mtp.index is not None and with_mtp.index.layers == tuple(range(62))
+    shared = ["full", *["shared"] * 60]
+    for ignored in (
+        {"indexer_types": shared},
+        {"index_topk_pattern": shared},
+        {"index_topk_freq": 4},
+    ):
+        assert parse_spec({**DEEPSEEK_V32, **ignored}) == spec  # as in transformers
     # all positions are chosen, so there is no choice
     assert shape.for_context(2048).index is None and shape.for_context(2049).index == shape.index
     for wrong, message in (
@@ -782,6 +789,7 @@ def test_the_indexer_of_deepseek_v32() -> None:
         ({"index_head_dim": 32}, "index_head_dim must be at least 64, which is qk_rope_head_dim"),
         ({"index_topk": 0}, "index_topk must be an integer >= 1, got 0"),
         ({"indexer_rope_interleave": True}, "indexer_rope_interleave True is not supported"),
+        ({"rope_interleave": False}, "rope_interleave False is not supported"),
     ):
         with pytest.raises(ConfigError, match=message):
             parse_spec({**DEEPSEEK_V32, **wrong})
@@ -796,6 +804,7 @@ def test_the_indexer_of_deepseek_v32() -> None:
         ({"index_topk_pattern": ["full", "shared"] * 39}, range(0, 78, 2)),
         ({"index_topk_freq": 4}, (0, *range(1, 78, 4))),
         ({"index_topk_freq": 4, "index_skip_topk_offset": 3}, (0, 1, *range(2, 78, 4))),
+        ({"index_skip_topk_offset": 0}, range(78)),
     ],
 )
 def test_layers_of_glm_5_that_choose_positions(keys: dict[str, Any], own: Iterable[int]) -> None:
@@ -823,6 +832,11 @@ def test_wrong_layers_of_glm_5() -> None:
         ({"index_topk_pattern": "FX" * 39}, "index_topk_pattern must be F or S for 78 layers"),
         ({"index_topk_pattern": "FS"}, "index_topk_pattern must be F or S for 78 layers"),
         ({"index_topk_pattern": 5}, "index_topk_pattern must be 78 of full, shared, got 5"),
+        ({"index_topk_pattern": "S" * 78}, "index_topk_pattern must be full for the first layer"),
+        (
+            {"index_topk_freq": 4, "index_skip_topk_offset": 0},
+            "index_skip_topk_offset must be an integer >= 1, got 0",
+        ),
         ({"indexer_rope_interleave": False}, "indexer_rope_interleave False is not supported"),
     ):
         with pytest.raises(ConfigError, match=message):

@@ -67,6 +67,33 @@ def _read(
     return found
 
 
+@pytest.mark.parametrize(
+    "listed",
+    [
+        None,
+        ["lm_head", "model.embed_tokens"]
+        + [f"model.layers.{layer}.self_attn.indexers_proj" for layer in range(5)]
+        + [f"model.layers.{layer}.mlp.gate" for layer in (3, 4)],
+    ],
+)
+def test_weights_of_index_queries_are_plain_whatever_is_listed(listed: list[str] | None) -> None:
+    """deepseek-ai/DeepSeek-V3.2, which lists nothing, and zai-org/GLM-5-FP8, which has another name
+    for them than its tensors."""
+    formats = _read(
+        {
+            "activation_scheme": "dynamic",
+            "fmt": "e4m3",
+            "modules_to_not_convert": listed,
+            "quant_method": "fp8",
+            "weight_block_size": [128, 128],
+        },
+    )
+    attention = "model.layers.0.self_attn"
+    assert formats.of(f"{attention}.indexer.weights_proj") is None
+    for name in ("indexer.wk", "indexer.wq_b", "q_b_proj", "o_proj"):
+        assert formats.of(f"{attention}.{name}") == _FP8_IN_BLOCKS
+
+
 def test_modelopt_in_a_file_of_its_own() -> None:
     """nvidia/Qwen3-30B-A3B-NVFP4"""
     formats = _read(

@@ -13,16 +13,16 @@ from typing import Any, Final
 
 from minisgl_backend.attention.base import LayerHeads
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.models.config_json import ConfigReader
-from minisgl_backend.models.norms_spec import NormsSpec
-from minisgl_backend.models.rope_spec import RopeSpec
-from minisgl_backend.models.spec import (
+from minisgl_backend.models.bounds import (
     MOST_HEADS,
     MOST_LAYERS,
     MOST_POSITIONS,
     MOST_VOCABULARY,
     MOST_WIDTH,
 )
+from minisgl_backend.models.config_json import ConfigReader
+from minisgl_backend.models.norms_spec import NormsSpec
+from minisgl_backend.models.rope_spec import RopeSpec
 
 _DTYPES: Final = ("float32", "bfloat16", "float16", "float64")
 

@@ -9,27 +9,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Final, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from minisgl_backend.attention.base import AttentionShape, IndexShape, LayerHeads
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.experts_spec import ExpertsSpec
 from minisgl_backend.gates import Activation, Gate
 from minisgl_backend.models.attention_spec import AttentionGates, KVSpec, QKNorm, ScoresSpec
+from minisgl_backend.models.bounds import MOST_POSITIONS
 from minisgl_backend.models.latent_spec import LatentSpec
 from minisgl_backend.models.norms_spec import NormPlace, NormsSpec
 from minisgl_backend.models.recurrent_spec import RecurrentSpec
 from minisgl_backend.models.rope_spec import QueryGrowth, RopeSpec
 from minisgl_backend.models.tensor_names import TensorNames
 from minisgl_backend.weight_format import WeightFormats
-
-MOST_VOCABULARY: Final = 2**24
-MOST_WIDTH: Final = 2**20
-MOST_LAYERS: Final = 2**10
-MOST_HEADS: Final = 2**12
-MOST_EXPERTS: Final = 2**12
-MOST_POSITIONS: Final = 2**27
-"""Limits beyond any model: larger numbers are mistakes, refused before they exhaust memory."""
 
 Part: TypeAlias = Literal["mixer", "feed-forward"]
 """A part of a layer: token mixing, or what computes each token for itself."""

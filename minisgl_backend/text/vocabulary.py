@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.models.spec import MOST_VOCABULARY
+from minisgl_backend.models.bounds import MOST_VOCABULARY
 from minisgl_backend.request import TokenId
 
 if TYPE_CHECKING:

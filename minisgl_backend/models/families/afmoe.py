@@ -10,6 +10,7 @@ from typing import Final
 
 from minisgl_backend.experts_spec import ExpertsSpec, RoutingRule
 from minisgl_backend.models.attention_spec import AttentionGates
+from minisgl_backend.models.bounds import MOST_EXPERTS, MOST_WIDTH
 from minisgl_backend.models.common_fields import common_fields
 from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.families.fields import (
@@ -19,7 +20,7 @@ from minisgl_backend.models.families.fields import (
     shared_experts,
     windows_by_kind,
 )
-from minisgl_backend.models.spec import MOST_EXPERTS, MOST_WIDTH, ModelSpec, MoeSpec, ScalesSpec
+from minisgl_backend.models.spec import ModelSpec, MoeSpec, ScalesSpec
 from minisgl_backend.models.tensor_names import TensorNames
 
 _SUPPORTED: Final[Mapping[str, object]] = MappingProxyType(

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from minisgl_backend.experts_spec import ExpertsSpec, SharedExpert
+from minisgl_backend.models.bounds import MOST_EXPERTS, MOST_POSITIONS, MOST_WIDTH
 from minisgl_backend.models.common_fields import common_fields
 from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.families.fields import (
@@ -20,14 +21,7 @@ from minisgl_backend.models.families.fields import (
     ropes_by_window,
     windows_by_kind,
 )
-from minisgl_backend.models.spec import (
-    MOST_EXPERTS,
-    MOST_POSITIONS,
-    MOST_WIDTH,
-    ModelSpec,
-    MoeSpec,
-    ScalesSpec,
-)
+from minisgl_backend.models.spec import ModelSpec, MoeSpec, ScalesSpec
 from minisgl_backend.models.tensor_names import TensorNames
 
 _SUPPORTED: Final[Mapping[str, object]] = MappingProxyType(

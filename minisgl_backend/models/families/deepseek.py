@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from minisgl_backend.experts_spec import ExpertsSpec, RoutingRule
+from minisgl_backend.models.bounds import MOST_EXPERTS, MOST_WIDTH
 from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.families.deepseek_experts import deepseek_experts
 from minisgl_backend.models.families.fields import (
@@ -20,7 +21,7 @@ from minisgl_backend.models.families.fields import (
 )
 from minisgl_backend.models.families.latents import latent_fields, read_indexer
 from minisgl_backend.models.families.mtp_layers import left_out_mtp, mtp_behind
-from minisgl_backend.models.spec import MOST_EXPERTS, MOST_WIDTH, ModelSpec, MoeSpec, MTPSpec
+from minisgl_backend.models.spec import ModelSpec, MoeSpec, MTPSpec
 from minisgl_backend.models.tensor_names import TensorNames
 
 _OF_V3: Final[Mapping[str, object]] = MappingProxyType(

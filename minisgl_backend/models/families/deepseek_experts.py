@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Final
 
 from minisgl_backend.experts_spec import ExpertsSpec, RoutingRule
+from minisgl_backend.models.bounds import MOST_EXPERTS, MOST_HEADS, MOST_WIDTH
 from minisgl_backend.models.common_fields import common_fields
 from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.families.fields import (
@@ -26,14 +27,7 @@ from minisgl_backend.models.families.mtp_layers import (
     mtp_behind,
     names_behind,
 )
-from minisgl_backend.models.spec import (
-    MOST_EXPERTS,
-    MOST_HEADS,
-    MOST_WIDTH,
-    BiasesSpec,
-    ModelSpec,
-    MoeSpec,
-)
+from minisgl_backend.models.spec import BiasesSpec, ModelSpec, MoeSpec
 from minisgl_backend.models.tensor_names import TensorNames
 
 

@@ -13,11 +13,12 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.models.bounds import MOST_LAYERS, MOST_WIDTH
 from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.families.fields import check_supported
 from minisgl_backend.models.families.llama import read_llama
 from minisgl_backend.models.families.qwen import read_qwen3
-from minisgl_backend.models.spec import MOST_LAYERS, MOST_WIDTH, EagleSpec, ModelSpec
+from minisgl_backend.models.spec import EagleSpec, ModelSpec
 
 _ARCHITECTURES: Final = frozenset(
     {"LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM"}

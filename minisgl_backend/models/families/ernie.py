@@ -9,17 +9,11 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from minisgl_backend.experts_spec import ExpertsSpec, RoutingRule, SharedExpert
+from minisgl_backend.models.bounds import MOST_EXPERTS, MOST_LAYERS, MOST_WIDTH
 from minisgl_backend.models.common_fields import common_fields
 from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.families.fields import check_supported
-from minisgl_backend.models.spec import (
-    MOST_EXPERTS,
-    MOST_LAYERS,
-    MOST_WIDTH,
-    BiasesSpec,
-    ModelSpec,
-    MoeSpec,
-)
+from minisgl_backend.models.spec import BiasesSpec, ModelSpec, MoeSpec
 from minisgl_backend.models.tensor_names import TensorNames
 
 _SUPPORTED_OF_EXPERTS: Final[Mapping[str, object]] = MappingProxyType(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Final
 
+from minisgl_backend.models.bounds import MOST_EXPERTS
 from minisgl_backend.models.common_fields import common_fields
 from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.families.deepseek_experts import deepseek_experts
@@ -17,7 +18,7 @@ from minisgl_backend.models.families.fields import (
     text_part,
     windows_by_kind,
 )
-from minisgl_backend.models.spec import MOST_EXPERTS, ModelSpec
+from minisgl_backend.models.spec import ModelSpec
 from minisgl_backend.models.tensor_names import TensorNames
 
 _CORRECTION: Final = "e_score_correction_bias"

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Final
 
+from minisgl_backend.models.bounds import MOST_WIDTH
 from minisgl_backend.models.common_fields import common_fields
 from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.families.fields import check_supported
 from minisgl_backend.models.families.mamba import RENAMED, merged_parts, read_mamba
-from minisgl_backend.models.spec import MOST_WIDTH, ModelSpec, ScalesSpec
+from minisgl_backend.models.spec import ModelSpec, ScalesSpec
 from minisgl_backend.models.tensor_names import TensorNames
 
 _NO_BIASES: Final = ("attention_bias", "mamba_proj_bias", "mlp_bias", "projectors_bias")

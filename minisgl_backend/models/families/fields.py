@@ -11,10 +11,11 @@ from typing import Any, Final
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.experts_spec import RoutingRule, SharedExpert
+from minisgl_backend.models.bounds import MOST_EXPERTS
 from minisgl_backend.models.common_fields import common_fields, read_rope
 from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.rope_spec import RopeSpec
-from minisgl_backend.models.spec import MOST_EXPERTS, BiasesSpec, ModelSpec
+from minisgl_backend.models.spec import BiasesSpec, ModelSpec
 from minisgl_backend.models.tensor_names import MULTIMODAL
 
 ATTENTION_KINDS: Final = ("sliding_attention", "full_attention")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from minisgl_backend.experts_spec import ExpertsSpec, RoutingRule, SharedExpert
 from minisgl_backend.models.attention_spec import ScoresSpec
+from minisgl_backend.models.bounds import MOST_EXPERTS, MOST_WIDTH
 from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.families.fields import (
     ATTENTION_KINDS,
@@ -12,7 +13,7 @@ from minisgl_backend.models.families.fields import (
     sparse_layers,
     windows_by_kind,
 )
-from minisgl_backend.models.spec import MOST_EXPERTS, MOST_WIDTH, ModelSpec, MoeSpec
+from minisgl_backend.models.spec import ModelSpec, MoeSpec
 from minisgl_backend.models.tensor_names import TensorNames
 
 

@@ -10,6 +10,7 @@ from minisgl_backend.attention.base import LayerHeads
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.experts_spec import ExpertsSpec, RoutingRule
 from minisgl_backend.models.attention_spec import KVSpec, ScoresSpec
+from minisgl_backend.models.bounds import MOST_EXPERTS, MOST_HEADS, MOST_POSITIONS, MOST_WIDTH
 from minisgl_backend.models.common_fields import common_fields, read_rope
 from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.families.fields import (
@@ -24,16 +25,7 @@ from minisgl_backend.models.families.fields import (
     text_part,
     windows_by_kind,
 )
-from minisgl_backend.models.spec import (
-    MOST_EXPERTS,
-    MOST_HEADS,
-    MOST_POSITIONS,
-    MOST_WIDTH,
-    LayerInputs,
-    ModelSpec,
-    MoeSpec,
-    ScalesSpec,
-)
+from minisgl_backend.models.spec import LayerInputs, ModelSpec, MoeSpec, ScalesSpec
 from minisgl_backend.models.tensor_names import TensorNames
 
 

@@ -10,15 +10,11 @@ from typing import Any, Final
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.experts_spec import ExpertsSpec, RoutingRule, SharedExpert
+from minisgl_backend.models.bounds import MOST_POSITIONS, MOST_WIDTH
 from minisgl_backend.models.common_fields import common_fields
 from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.families.fields import attention_biases, check_supported
-from minisgl_backend.models.spec import (
-    MOST_POSITIONS,
-    MOST_WIDTH,
-    ModelSpec,
-    MoeSpec,
-)
+from minisgl_backend.models.spec import ModelSpec, MoeSpec
 from minisgl_backend.models.tensor_names import TensorNames
 
 _SUPPORTED: Final[Mapping[str, object]] = MappingProxyType(

@@ -7,6 +7,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Final
 
+from minisgl_backend.models.bounds import MOST_HEADS
 from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.families.deepseek_experts import deepseek_experts
 from minisgl_backend.models.families.fields import (
@@ -18,7 +19,7 @@ from minisgl_backend.models.families.latents import latent_fields
 from minisgl_backend.models.families.mistral import OF_MIXTRAL
 from minisgl_backend.models.families.mtp_layers import left_out_mtp
 from minisgl_backend.models.recurrent_spec import KimiDeltaSpec
-from minisgl_backend.models.spec import MOST_HEADS, ModelSpec
+from minisgl_backend.models.spec import ModelSpec
 from minisgl_backend.models.tensor_names import TensorNames
 
 _SUPPORTED: Final[Mapping[str, object]] = MappingProxyType(

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Final
 
 from minisgl_backend.experts_spec import ExpertsSpec, RoutingRule, SharedExpert
+from minisgl_backend.models.bounds import MOST_EXPERTS, MOST_WIDTH
 from minisgl_backend.models.common_fields import common_fields
 from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.families.fields import (
@@ -15,7 +16,7 @@ from minisgl_backend.models.families.fields import (
     ropes_by_window,
     windows_by_kind,
 )
-from minisgl_backend.models.spec import MOST_EXPERTS, MOST_WIDTH, ModelSpec, MoeSpec
+from minisgl_backend.models.spec import ModelSpec, MoeSpec
 from minisgl_backend.models.tensor_names import TensorNames
 
 _NAMES: Final = TensorNames(

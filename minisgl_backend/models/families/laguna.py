@@ -10,6 +10,7 @@ from typing import Any, Final
 from minisgl_backend.attention.base import LayerHeads
 from minisgl_backend.experts_spec import ExpertsSpec, RoutingRule, SharedExpert
 from minisgl_backend.models.attention_spec import AttentionGates
+from minisgl_backend.models.bounds import MOST_EXPERTS, MOST_HEADS, MOST_WIDTH
 from minisgl_backend.models.common_fields import common_fields, read_rope
 from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.families.fields import (
@@ -19,7 +20,7 @@ from minisgl_backend.models.families.fields import (
     read_ropes_by_kind,
     set_kinds,
 )
-from minisgl_backend.models.spec import MOST_EXPERTS, MOST_HEADS, MOST_WIDTH, ModelSpec, MoeSpec
+from minisgl_backend.models.spec import ModelSpec, MoeSpec
 from minisgl_backend.models.tensor_names import TensorNames
 
 _SUPPORTED: Final[Mapping[str, object]] = MappingProxyType(

@@ -12,12 +12,12 @@ from typing import Any
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.models.attention_spec import ScoresSpec
+from minisgl_backend.models.bounds import MOST_HEADS
 from minisgl_backend.models.common_fields import common_fields
 from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.families.fields import check_supported
 from minisgl_backend.models.latent_spec import IndexerSpec, LatentSpec
 from minisgl_backend.models.rope_spec import RopeSpec
-from minisgl_backend.models.spec import MOST_HEADS
 
 
 def latent_fields(config: ConfigReader) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from minisgl_backend.experts_spec import ExpertsSpec, RoutingRule
 from minisgl_backend.models.attention_spec import AttentionGates
+from minisgl_backend.models.bounds import MOST_EXPERTS, MOST_HEADS, MOST_WIDTH
 from minisgl_backend.models.common_fields import common_fields
 from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.families.fields import (
@@ -21,7 +22,7 @@ from minisgl_backend.models.families.fields import (
 )
 from minisgl_backend.models.families.mistral import OF_MIXTRAL
 from minisgl_backend.models.recurrent_spec import ConvSpec
-from minisgl_backend.models.spec import MOST_EXPERTS, MOST_HEADS, MOST_WIDTH, ModelSpec, MoeSpec
+from minisgl_backend.models.spec import ModelSpec, MoeSpec
 from minisgl_backend.models.tensor_names import TensorNames
 
 _KINDS: Final = ("conv", "full_attention")

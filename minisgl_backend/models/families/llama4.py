@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.experts_spec import ExpertsSpec, SharedExpert
+from minisgl_backend.models.bounds import MOST_WIDTH
 from minisgl_backend.models.common_fields import common_fields
 from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.families.fields import (
@@ -17,7 +18,7 @@ from minisgl_backend.models.families.fields import (
     text_part,
 )
 from minisgl_backend.models.rope_spec import QueryGrowth
-from minisgl_backend.models.spec import MOST_WIDTH, ModelSpec, MoeSpec
+from minisgl_backend.models.spec import ModelSpec, MoeSpec
 from minisgl_backend.models.tensor_names import TensorNames
 
 _KINDS: Final = ("chunked_attention", "full_attention")

@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from typing import Any, Final
 
+from minisgl_backend.models.bounds import MOST_HEADS
 from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.recurrent_spec import MambaSpec
-from minisgl_backend.models.spec import MOST_HEADS
 
 _INFINITY: Final = {"__float__": "Infinity"}
 """As transformers writes it."""

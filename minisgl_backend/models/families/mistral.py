@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Final
 
 from minisgl_backend.experts_spec import ExpertsSpec, RoutingRule
+from minisgl_backend.models.bounds import MOST_EXPERTS, MOST_WIDTH
 from minisgl_backend.models.common_fields import common_fields
 from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.families.fields import (
@@ -21,7 +22,7 @@ from minisgl_backend.models.families.fields import (
 )
 from minisgl_backend.models.families.latents import latent_fields
 from minisgl_backend.models.rope_spec import QueryGrowth
-from minisgl_backend.models.spec import MOST_EXPERTS, MOST_WIDTH, ModelSpec, MoeSpec
+from minisgl_backend.models.spec import ModelSpec, MoeSpec
 from minisgl_backend.models.tensor_names import TensorNames
 
 OF_MIXTRAL: Final = (

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from minisgl_backend.experts_spec import ExpertsSpec, RoutingRule, SharedExpert
+from minisgl_backend.models.bounds import MOST_EXPERTS, MOST_HEADS, MOST_LAYERS, MOST_WIDTH
 from minisgl_backend.models.common_fields import common_fields
 from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.families.fields import check_supported, read_state_dtype
@@ -17,15 +18,7 @@ from minisgl_backend.models.families.mamba import (
     read_time_steps,
 )
 from minisgl_backend.models.recurrent_spec import MambaSpec
-from minisgl_backend.models.spec import (
-    MOST_EXPERTS,
-    MOST_HEADS,
-    MOST_LAYERS,
-    MOST_WIDTH,
-    BiasesSpec,
-    ModelSpec,
-    MoeSpec,
-)
+from minisgl_backend.models.spec import BiasesSpec, ModelSpec, MoeSpec
 from minisgl_backend.models.tensor_names import TensorNames
 
 _MODULES: Final = MappingProxyType(

@@ -8,6 +8,7 @@ from typing import Any, Final, Literal
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.experts_spec import ExpertsSpec
+from minisgl_backend.models.bounds import MOST_HEADS
 from minisgl_backend.models.common_fields import common_fields
 from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.families.fields import (
@@ -21,7 +22,7 @@ from minisgl_backend.models.families.fields import (
     set_kinds,
 )
 from minisgl_backend.models.recurrent_spec import DeltaSpec
-from minisgl_backend.models.spec import MOST_HEADS, ModelSpec, MoeSpec
+from minisgl_backend.models.spec import ModelSpec, MoeSpec
 from minisgl_backend.models.tensor_names import TensorNames
 
 _RENAMED: Final = (

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.experts_spec import ExpertsSpec, SharedExpert
+from minisgl_backend.models.bounds import MOST_WIDTH
 from minisgl_backend.models.common_fields import common_fields
 from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.families.fields import (
@@ -26,7 +27,7 @@ from minisgl_backend.models.families.fields import (
     text_part,
     windows_by_kind,
 )
-from minisgl_backend.models.spec import MOST_WIDTH, BiasesSpec, ModelSpec, MoeSpec
+from minisgl_backend.models.spec import BiasesSpec, ModelSpec, MoeSpec
 from minisgl_backend.models.tensor_names import TensorNames
 
 

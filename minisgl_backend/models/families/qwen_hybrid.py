@@ -7,6 +7,7 @@ from typing import Any
 
 from minisgl_backend.experts_spec import ExpertsSpec, SharedExpert
 from minisgl_backend.models.attention_spec import AttentionGates
+from minisgl_backend.models.bounds import MOST_HEADS, MOST_WIDTH
 from minisgl_backend.models.common_fields import common_fields
 from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.families.fields import (
@@ -20,7 +21,7 @@ from minisgl_backend.models.families.fields import (
 )
 from minisgl_backend.models.families.mtp_layers import mtp_beside
 from minisgl_backend.models.recurrent_spec import DeltaSpec
-from minisgl_backend.models.spec import MOST_HEADS, MOST_WIDTH, ModelSpec, MoeSpec
+from minisgl_backend.models.spec import ModelSpec, MoeSpec
 from minisgl_backend.models.tensor_names import MULTIMODAL, TensorNames
 
 

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from minisgl_backend.experts_spec import ExpertsSpec, RoutingRule
-from minisgl_backend.models.bounds import MOST_EXPERTS, MOST_WIDTH
+from minisgl_backend.models.bounds import MOST_EXPERTS, MOST_LAYERS, MOST_WIDTH
 from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.families.deepseek_experts import deepseek_experts
 from minisgl_backend.models.families.fields import (
@@ -97,7 +97,8 @@ def read_glm_moe_dsa(config: ConfigReader) -> ModelSpec:
         routed_scaling_factor=2.5,
         v_head_dim=256,
     )
-    layers = _layers_that_choose(config, config.integer("num_hidden_layers"))
+    num_layers = config.integer("num_hidden_layers", maximum=MOST_LAYERS)
+    layers = _layers_that_choose(config, num_layers)
     return _with_indexer("GlmMoeDsaForCausalLM", config, layers, interleaved=True)
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
 from minisgl_backend.errors import ConfigError
@@ -303,16 +302,16 @@ class AttendExpanded:
     """``Attend`` of a step whose chunks read latents expanded, by ``chunks``.
 
     It is called with the tokens of the decoding rows alone, the first ``num_decodes``, if there
-    are any.
+    are any: those of ``rows``.
     """
 
-    rows: LayerAttention | None
+    rows: Attend | None
     num_decodes: int
     chunks: ExpandedChunks
 
     def __call__(self, q: Tensor, kv: PagedKV, layer: int) -> Tensor:
         assert self.rows is not None and len(q) == self.num_decodes
-        return _attend_all(self.rows, q, kv, layer)
+        return self.rows(q, kv, layer)
 
 
 class ChunkExpansion(Protocol):
@@ -370,10 +369,11 @@ class PagedAttention:
     """A backend; ``name`` is the value of the option that chooses it.
 
     ``can_capture``: decode steps can be captured in CUDA graphs. ``captures_chunks``: so can steps
-    with prompt chunks. ``reads_groups``: it uses groups. ``expansion`` is for latents.
-    ``most_read_again`` is about the guesses of a step as decoding rows, each of which reads its
-    row's pages again. If they read at most this number of positions, in total, that takes less time
-    than chunks, which read pages once. If it is None, chunks always take longer.
+    with prompt chunks. ``reads_groups``: it uses groups. ``expansion`` is for latents of chunks
+    that end within ``longest_expanded`` positions, or of all if it is None. ``most_read_again`` is
+    about the guesses of a step as decoding rows, each of which reads its row's pages again. If they
+    read at most this number of positions, in total, that takes less time than chunks, which read
+    pages once. If it is None, chunks always take longer.
     """
 
     name: str
@@ -383,6 +383,7 @@ class PagedAttention:
     captures_chunks: bool = True
     reads_groups: bool = False
     expansion: ChunkExpansion | None = None
+    longest_expanded: int | None = None
     most_read_again: int | None = None
 
     def plan(self, decodes: DecodeRows | None, chunks: Chunks | None) -> Attend:
@@ -393,11 +394,11 @@ class PagedAttention:
         """
         if chunks is None:
             assert decodes is not None  # a step has tokens
-            return partial(_attend_all, self.decode.plan_rows(decodes))
+            return _attend_rows(self.decode, decodes)
         num_decodes = 0 if decodes is None else len(decodes.rows)
         expanded = None if self.expansion is None else self.expansion.plan_chunks(chunks)
         if expanded is not None:
-            alone = None if decodes is None else self.decode.plan_rows(decodes)
+            alone = None if decodes is None else _attend_rows(self.decode, decodes)
             return AttendExpanded(alone, num_decodes, expanded)
         attend_chunks = self.prefill.plan_chunks(chunks)
         attend_rows = None if decodes is None else self.decode.plan_rows(decodes)
@@ -418,8 +419,13 @@ class PagedAttention:
         return attend
 
 
-def _attend_all(attend: LayerAttention, q: Tensor, kv: PagedKV, layer: int) -> Tensor:
-    """``Attend`` of a step whose tokens are all attended by ``attend``."""
-    out = q.new_empty(*q.shape[:-1], kv.values.shape[-1])
-    attend(out, q, kv, layer)
-    return out
+def _attend_rows(decode: DecodeAttention, rows: DecodeRows) -> Attend:
+    """``Attend`` of a step that has only decoding rows, or of these alone."""
+    attend_rows = decode.plan_rows(rows)
+
+    def attend(q: Tensor, kv: PagedKV, layer: int) -> Tensor:
+        out = q.new_empty(*q.shape[:-1], kv.values.shape[-1])
+        attend_rows(out, q, kv, layer)
+        return out
+
+    return attend

@@ -222,7 +222,13 @@ def _sparse(option: str | None, setting: AttentionSetting, index: IndexShape) ->
     most_tokens = max(setting.max_batch_size, num_processors(setting.device))
     chosen = choose_attention(
         option,
-        replace(setting, page_size=1, max_sequence_length=index.top_k, max_batch_size=most_tokens),
+        replace(
+            setting,
+            shape=replace(setting.shape, expanded=None),  # it only decodes
+            page_size=1,
+            max_sequence_length=index.top_k,
+            max_batch_size=most_tokens,
+        ),
     )
     return SparseAttention(
         of_all.name,
@@ -231,6 +237,7 @@ def _sparse(option: str | None, setting: AttentionSetting, index: IndexShape) ->
         of_all.can_capture,
         of_all.captures_chunks,
         expansion=of_all.expansion,
+        longest_expanded=index.top_k,
         chosen=chosen.decode,
         top_k=index.top_k,
         page_size=setting.page_size,

@@ -2,7 +2,8 @@
 
 Each token of a step, decoding or in a chunk, is attended by itself, as a decoding row whose pages
 have one position: those that its layer, or one before it, has chosen. A step whose tokens see no
-more positions than are chosen, as far as the host knows, is one of the backend for all positions.
+more positions than are chosen, as far as the host knows, is one of the backend for all positions;
+so are chunks of this kind beside rows that choose, if they are expanded.
 
     token             0 ..               | offsets[0] .. | offsets[-1] .. num_tokens
     row and length    of a decoding row  | of its chunk  | of a decoding row, or padding
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from minisgl_backend.attention.base import (
     Attend,
+    AttendExpanded,
     Chunks,
     DecodeAttention,
     DecodeRows,
@@ -71,7 +73,8 @@ class AttendChosen:
 
     def choose(self, q: Tensor, weights: Tensor, index_keys: Tensor) -> None:
         """Choose the positions for this layer and those behind it. ``q`` [num_tokens, num_heads,
-        key_dim] and ``weights`` [num_tokens, num_heads] as for ``index_scores``."""
+        key_dim] and ``weights`` [num_tokens, num_heads] as for ``index_scores``; they may have more
+        tokens than choose, behind these."""
         seen = self.seen
         for part in seen.pieces():
             rows, lengths = seen.rows[part], seen.lengths[part]
@@ -119,6 +122,18 @@ class SparseAttention(PagedAttention):
         longest = _longest(decodes, chunks, self.page_size)
         if longest <= self.top_k:
             return PagedAttention.plan(self, decodes, chunks)
+        if decodes is not None and chunks is not None and chunks.max_end <= self.top_k:
+            # rows that choose do not keep short prompts from being expanded
+            expanded = None if self.expansion is None else self.expansion.plan_chunks(chunks)
+            if expanded is not None:
+                rows = self._chosen(decodes, None, longest)
+                return AttendExpanded(rows, len(decodes.rows), expanded)
+        return self._chosen(decodes, chunks, longest)
+
+    def _chosen(
+        self, decodes: DecodeRows | None, chunks: Chunks | None, longest: int
+    ) -> AttendChosen:
+        """All these tokens attend to chosen positions; they see ``longest`` at most."""
         seen = _seen(decodes, chunks, longest)
         device = seen.rows.device
         slots = torch.zeros((len(seen.rows), self.top_k), dtype=torch.int32, device=device)

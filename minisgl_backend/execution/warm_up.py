@@ -74,20 +74,23 @@ class WarmUp:
         that reading pages together is surely faster.
         """
         limits, checks = self._limits, self._checks()
-        chunks = self._chunks(checks)
+        chunks = self._chunks(checks, self._longest_chunk)
         num_decodes = limits.max_rows - len(checks) - len(chunks)
         self._step(chunks, num_decodes, checks=checks, grouped=grouped)
-        if (expansion := self._stages.attention.expansion) is not None:
-            chunks = self._chunks([])
-            chunks[0] = min(chunks[0], limits.max_sequence_length // 2)
-            prefix = min(limits.max_sequence_length - chunks[0], expansion.most_positions)
-            self._step(chunks, num_decodes, prefix=prefix)
+        attention = self._stages.attention
+        if (expansion := attention.expansion) is not None:
+            end = attention.longest_expanded or limits.max_sequence_length
+            chunks = self._chunks([], min(self._longest_chunk, end))
+            chunks[0] = min(chunks[0], end // 2)
+            prefix = min(end - chunks[0], expansion.most_positions)
+            self._step(chunks, min(num_decodes, limits.max_rows - len(chunks)), prefix=prefix)
 
-    def _chunks(self, checks: Sequence[int]) -> list[int]:
-        """The lengths of as many chunks as fit a step with ``checks``."""
+    def _chunks(self, checks: Sequence[int], longest: int) -> list[int]:
+        """The lengths of as many chunks, each of up to ``longest`` tokens, as fit a step with
+        ``checks``."""
         limits = self._limits
-        num_whole, rest = divmod(limits.max_prefill_tokens - sum(checks), self._longest_chunk)
-        chunks = [self._longest_chunk] * num_whole + [rest] * (rest > 0)
+        num_whole, rest = divmod(limits.max_prefill_tokens - sum(checks), longest)
+        chunks = [longest] * num_whole + [rest] * (rest > 0)
         return chunks[: limits.max_rows - len(checks)]
 
     def _checks(self) -> list[int]:

@@ -119,15 +119,19 @@ def index_scores_reference(
     *,
     width: int,
 ) -> Tensor:
-    """The twin of ``index_scores``: one row after another; float64 stays float64."""
+    """The twin of ``index_scores``: one row after another, head by head, so that no more numbers
+    are in memory than results; float64 stays float64."""
     queries = at_least_float32(q)
     num_pages = -(-width // index_keys.shape[1])
     scores = queries.new_zeros(len(q), width)
     for row in sorted(set(rows.tolist())):
         tokens = (rows == row).nonzero()[:, 0]
         keys = index_keys[page_table[row, :num_pages].long()].flatten(0, 1)[:width]
-        products = queries[tokens] @ keys.to(queries.dtype).T  # [.., num_heads, width]
-        scores[tokens] = (products.relu_() * weights[tokens, :, None]).sum(dim=1)
+        keys, of_row = keys.to(queries.dtype).T, queries.new_zeros(len(tokens), width)
+        for head in range(q.shape[1]):
+            products = queries[tokens, head] @ keys  # [num_tokens of the row, width]
+            of_row.addcmul_(products.relu_(), weights[tokens, head, None].to(queries.dtype))
+        scores[tokens] = of_row
     return scores
 
 

@@ -13,6 +13,7 @@ from typing import Final
 
 from torch import Tensor, nn
 
+from minisgl_backend.attention.base import AttendExpanded
 from minisgl_backend.attention.sparse import AttendChosen
 from minisgl_backend.kernels.indexer import rope_store_index
 from minisgl_backend.layers.linear import MergedColumnLinear
@@ -72,6 +73,7 @@ class Indexer(nn.Module):
             eps=_NORM_EPS,
             pdl=pdl,
         )
-        if isinstance(step.attend, AttendChosen):
+        chooses = step.attend.rows if isinstance(step.attend, AttendExpanded) else step.attend
+        if isinstance(chooses, AttendChosen):
             # a factor that all scores have would change no choice, so it is left out
-            step.attend.choose(q, self.weights_proj(x, pdl=pdl), index_keys)
+            chooses.choose(q, self.weights_proj(x, pdl=pdl), index_keys)

@@ -13,6 +13,9 @@ import numpy as np
 import pytest
 import torch
 
+from minisgl_backend.attention import expanded
+from minisgl_backend.attention.base import Attend, AttendExpanded
+from minisgl_backend.attention.sparse import AttendChosen, SparseAttention
 from minisgl_backend.models.decoder import Decoder
 from minisgl_backend.request import IntArray, SamplingParams
 from tests.conformance.checkpoints import CASES, CONTEXT, VOCAB_SIZE, write_checkpoint
@@ -133,6 +136,25 @@ def test_windows_and_sections_are_cut_anywhere(
         for _ in range(2):
             outcome = engine.run(reference.prompts, [GREEDY] * len(reference.prompts))
             assert outcome.tokens == reference.answers.tokens(outcome.tokens)
+
+
+@pytest.mark.parametrize("reference", ["deepseek-v32", "glm-moe-dsa-shared"], indirect=True)
+def test_prompts_are_expanded_beside_rows_that_choose(
+    reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, planned = SparseAttention.plan, list[Attend]()
+
+    def kept(*of_step: Any) -> Attend:
+        planned.append(plan(*of_step))
+        return planned[-1]
+
+    monkeypatch.setattr(SparseAttention, "plan", kept)
+    monkeypatch.setattr(expanded, "pays", lambda *_: True)
+    with TinyEngine(reference.model, context=CONTEXT, page_size=4, chunk=5) as engine:
+        outcome = engine.run(reference.prompts, [GREEDY] * len(reference.prompts))
+    assert outcome.tokens == reference.answers.tokens(outcome.tokens)
+    of_rows = [attend.rows for attend in planned if isinstance(attend, AttendExpanded)]
+    assert any(isinstance(rows, AttendChosen) for rows in of_rows)
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,7 @@ from minisgl_backend.attention.sections import (
 from minisgl_backend.attention.sparse import SparseAttention
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.kernels.dispatch import has_triton, num_processors
+from minisgl_backend.kernels.indexer import ChooseSlots, choose_slots
 from minisgl_backend.kernels.ragged_attention import ragged_attention_reference
 
 logger = logging.getLogger(__name__)
@@ -238,10 +239,20 @@ def _sparse(option: str | None, setting: AttentionSetting, index: IndexShape) ->
         of_all.captures_chunks,
         expansion=of_all.expansion,
         longest_expanded=index.top_k,
+        choose_slots=_choice(setting, index.top_k),
         chosen=chosen.decode,
         top_k=index.top_k,
         page_size=setting.page_size,
     )
+
+
+def _choice(setting: AttentionSetting, top_k: int) -> ChooseSlots:
+    """What picks the positions with the highest scores."""
+    if _why_not_gpu(setting, (9,)) or _why_not_import("cuda.bindings", packages.CUDA_BINDINGS):
+        return choose_slots
+    from minisgl_backend.kernels.cuda.position_choice import MOST_CHOSEN, PositionChoice
+
+    return PositionChoice(setting.device) if top_k <= MOST_CHOSEN else choose_slots
 
 
 def _in_sections(option: str | None, setting: AttentionSetting) -> PagedAttention:

@@ -31,7 +31,7 @@ from minisgl_backend.attention.base import (
     LayerAttention,
     PagedAttention,
 )
-from minisgl_backend.kernels.indexer import choose_slots, index_scores
+from minisgl_backend.kernels.indexer import ChooseSlots, index_scores
 from minisgl_backend.kernels.paged_kv import PagedKV
 from minisgl_backend.request import IntArray
 
@@ -66,6 +66,7 @@ class AttendChosen:
 
     seen: _SeenPositions
     page_size: int
+    choose_slots: ChooseSlots
     decode: DecodeAttention
     slots: Tensor
     of_slots: DecodeRows
@@ -89,7 +90,7 @@ class AttendChosen:
                 top_k=self.slots.shape[1],
                 pdl=seen.pdl,
             )
-            choose_slots(
+            self.choose_slots(
                 self.slots[part],
                 scores,
                 seen.page_table,
@@ -114,6 +115,7 @@ class SparseAttention(PagedAttention):
     """A backend of a model with an indexer that chooses ``top_k`` positions. ``prefill`` and
     ``decode`` attend to all positions; ``chosen`` decodes over pages of one position."""
 
+    choose_slots: ChooseSlots = field(kw_only=True)
     chosen: DecodeAttention = field(kw_only=True)
     top_k: int = field(kw_only=True)
     page_size: int = field(kw_only=True)
@@ -145,7 +147,7 @@ class SparseAttention(PagedAttention):
             host_lengths=None if host_lengths is None else host_lengths.clip(max=self.top_k),
             pdl=seen.pdl,
         )
-        return AttendChosen(seen, self.page_size, self.chosen, slots, of_slots)
+        return AttendChosen(seen, self.page_size, self.choose_slots, self.chosen, slots, of_slots)
 
 
 def _longest(decodes: DecodeRows | None, chunks: Chunks | None, page_size: int) -> int:

@@ -7,10 +7,12 @@ A token attends to the ``top_k`` positions with the highest scores; of equal one
 
 Results are slots of positions (page * page_size + offset), so they are a page table with pages of
 one position. Lengths and the page table are read on the GPU, and grids depend only on shapes, so
-launches may be captured.
+launches may be captured. On Hopper ``cuda.position_choice`` has a kernel for the choice.
 """
 
 from __future__ import annotations
+
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -133,6 +135,22 @@ def index_scores_reference(
             of_row.addcmul_(products.relu_(), weights[tokens, head, None].to(queries.dtype))
         scores[tokens] = of_row
     return scores
+
+
+class ChooseSlots(Protocol):
+    """``choose_slots``, or another with its results."""
+
+    def __call__(
+        self,
+        out: Tensor,
+        scores: Tensor,
+        page_table: Tensor,
+        rows: Tensor,
+        lengths: Tensor,
+        *,
+        page_size: int,
+        pdl: bool = False,
+    ) -> None: ...
 
 
 def choose_slots(

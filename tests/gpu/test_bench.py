@@ -37,7 +37,7 @@ def test_an_indexer_is_timed(num_tokens: str, tmp_path: Path) -> None:
     rows = figures_of([*command, "--context", "3000"], tmp_path)["rows"]
     names = [f"{kernel}, {pages}" for pages in ("bf16", "fp8") for kernel in _OF_INDEXER]
     assert [row["kernel"] for row in rows] == [
-        f"{name}, context 3000" for name in (*names, "choose_slots")
+        f"{name}, context 3000" for name in (*names, "choose_slots, Triton", "choose_slots")
     ]
     assert all(row["us"] > 0 for row in rows)
     assert rows[-1]["twin"] > 0

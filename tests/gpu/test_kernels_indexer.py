@@ -12,6 +12,7 @@ from torch import Tensor
 
 from minisgl_backend.kernels import indexer
 from minisgl_backend.kernels.dispatch import is_interpreted
+from minisgl_backend.kernels.indexer import ChooseSlots
 from minisgl_backend.kernels.rope_store import TokenPlaces
 from tests.gpu.compare import assert_close
 from tests.gpu.test_kernels_attention import paged_cache
@@ -235,10 +236,38 @@ def test_tokens_that_see_few_positions_need_no_scores(device: torch.device, pdl:
     assert (found >= 0).sum(dim=1).tolist() == [3, 12, 12, 12, 7]
 
 
-def chosen(scores: Tensor, seen: Seen, top_k: int, page_size: int) -> tuple[Tensor, Tensor]:
+@pytest.fixture(params=["triton", "cuda"])
+def choose_slots(request: pytest.FixtureRequest, device: torch.device) -> ChooseSlots:
+    return indexer.choose_slots if request.param == "triton" else cuda_choice(device)
+
+
+def cuda_choice(device: torch.device) -> ChooseSlots:
+    if is_interpreted() or torch.cuda.get_device_capability(device) != (9, 0):
+        pytest.skip("the kernel is for Hopper")
+    from minisgl_backend.kernels.cuda.position_choice import PositionChoice
+
+    return PositionChoice(device)
+
+
+@pytest.fixture(params=["triton", 1, 2, 8])
+def divided_choice(
+    request: pytest.FixtureRequest, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> ChooseSlots:
+    """Also by kernels in which as many thread blocks share a token's positions."""
+    if request.param == "triton":
+        return indexer.choose_slots
+    choice = cuda_choice(device)
+    blocks = "minisgl_backend.kernels.cuda.position_choice.blocks_of"
+    monkeypatch.setattr(blocks, lambda *_: request.param)
+    return choice
+
+
+def chosen(
+    choose_slots: ChooseSlots, scores: Tensor, seen: Seen, top_k: int, page_size: int
+) -> tuple[Tensor, Tensor]:
     """The slots that are chosen, and those that the twin chooses; -7 where none is written."""
     found = []
-    for choose in (indexer.choose_slots, indexer.choose_slots_reference):
+    for choose in (choose_slots, indexer.choose_slots_reference):
         out = torch.full((len(scores), top_k), -7, dtype=torch.int32, device=scores.device)
         choose(out, scores, *seen.tables, page_size=page_size)
         found.append(out)
@@ -261,18 +290,10 @@ def scores_of(kind: str, num_tokens: int, width: int, device: torch.device) -> T
 
 @pytest.mark.parametrize("kind", ["random", "ties", "equal", "close", "infinite"])
 @pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize("splits", [1, 3])
 def test_choice(
-    device: torch.device,
-    kind: str,
-    page_size: int,
-    splits: int,
-    monkeypatch: pytest.MonkeyPatch,
+    device: torch.device, divided_choice: ChooseSlots, kind: str, page_size: int
 ) -> None:
     """What a token does not see is NaN; rows of scores are strided."""
-    from minisgl_backend.kernels.triton_kernels import position_choice
-
-    monkeypatch.setattr(position_choice, "num_splits", lambda *_: splits)
     top_k = 10
     lengths = [1, top_k - 1, top_k, top_k + 1, 1024, 1025, 3000]
     seen = Seen.of(
@@ -285,25 +306,19 @@ def test_choice(
     )
     scores = scores_of(kind, len(lengths), 3010, device)
     scores = scores.masked_fill(~seen.is_seen(3010), torch.nan)[:, :3001]
-    slots, expected = chosen(scores, seen, top_k, page_size)
+    slots, expected = chosen(divided_choice, scores, seen, top_k, page_size)
     assert torch.equal(slots, expected)
     assert (slots[0, 1:] == -7).all()
 
 
-@pytest.mark.parametrize("splits", [1, 3])
-def test_choice_among_nans(
-    device: torch.device, splits: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_choice_among_nans(device: torch.device, divided_choice: ChooseSlots) -> None:
     """Positions of the token are chosen, each at most once, and nothing else is written."""
-    from minisgl_backend.kernels.triton_kernels import position_choice
-
-    monkeypatch.setattr(position_choice, "num_splits", lambda *_: splits)
     top_k = 10
     seen = Seen.of([0, 0], [1500, 1500], key_dim=1, page_size=1, dtype=torch.float32, device=device)
     scores = torch.full((2, 1500), torch.nan, device=device)
     scores[1] = torch.where(torch.rand(1500, device=device) < 0.5, -scores[1], 1.0)
     memory = torch.full((4, top_k), -7, dtype=torch.int32, device=device)
-    indexer.choose_slots(memory[1:3], scores, *seen.tables, page_size=1)
+    divided_choice(memory[1:3], scores, *seen.tables, page_size=1)
     assert (memory[[0, 3]] == -7).all()
     for slots in memory[1:3]:
         assert len(slots.unique()) == top_k
@@ -313,18 +328,37 @@ def test_choice_among_nans(
 @ON_GPU
 @pytest.mark.parametrize("kind", ["random", "ties", "equal", "close"])
 @pytest.mark.parametrize("num_tokens", [1, 7, 100, 1000])
-def test_choice_of_many(device: torch.device, kind: str, num_tokens: int) -> None:
+def test_choice_of_many(
+    device: torch.device, choose_slots: ChooseSlots, kind: str, num_tokens: int
+) -> None:
     lengths = [[40_000, 2048, 2049, 1, 33_333, 2047, 5000][i % 7] for i in range(num_tokens)]
     rows = [i % 7 for i in range(num_tokens)]
     seen = Seen.of(rows, lengths, key_dim=1, page_size=64, dtype=torch.float32, device=device)
     scores = scores_of(kind, num_tokens, 40_000, device)
-    slots, expected = chosen(scores, seen, 2048, 64)
+    slots, expected = chosen(choose_slots, scores, seen, 2048, 64)
     assert torch.equal(slots, expected)
 
 
 @ON_GPU
+@pytest.mark.parametrize("pdl", [False, True])
+def test_choice_of_more_than_shared_memory_holds(
+    device: torch.device, choose_slots: ChooseSlots, pdl: bool
+) -> None:
+    lengths = [600_000, 450_001, 3000]
+    table = torch.randperm(10_000, device=device).int().expand(3, -1)
+    rows, seen = (torch.tensor(of, device=device).int() for of in ([0, 1, 2], lengths))
+    scores = torch.randn(3, 600_000, device=device)
+    found, expected = (torch.zeros(3, 2048, dtype=torch.int32, device=device) for _ in range(2))
+    choose_slots(found, scores, table, rows, seen, page_size=64, pdl=pdl)
+    indexer.choose_slots_reference(expected, scores, table, rows, seen, page_size=64)
+    assert torch.equal(found, expected)
+
+
+@ON_GPU
 @pytest.mark.parametrize("num_tokens", [1, 5, 300])
-def test_a_captured_choice_follows_lengths(device: torch.device, num_tokens: int) -> None:
+def test_a_captured_choice_follows_lengths(
+    device: torch.device, choose_slots: ChooseSlots, num_tokens: int
+) -> None:
     """Lengths change between replays, as does the row of each token."""
     width, top_k, page_size = 9000, 2048, 64
     seen = Seen.of(
@@ -340,7 +374,7 @@ def test_a_captured_choice_follows_lengths(device: torch.device, num_tokens: int
 
     def step() -> Tensor:
         scores = all_scores(q, weights, seen.index_keys, *seen.tables, width=width)
-        indexer.choose_slots(out, scores, *seen.tables, page_size=page_size)
+        choose_slots(out, scores, *seen.tables, page_size=page_size)
         return scores
 
     stream = torch.cuda.Stream()

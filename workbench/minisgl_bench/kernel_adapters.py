@@ -28,7 +28,7 @@ from minisgl_bench.kernel_cases import (
     Case,
     Shape,
     copies,
-    has_linear_kernels,
+    has_hopper_kernels,
     normal,
 )
 
@@ -40,7 +40,7 @@ _EPS: Final = 1e-6
 def adapter_cases(shape: Shape, batch_size: int) -> Iterator[Case]:
     """The four GEMMs of a layer, one right after the other: without adapters, all rows with one,
     and with one of 16."""
-    if batch_size > MAX_TOKENS or not has_linear_kernels():
+    if batch_size > MAX_TOKENS or not has_hopper_kernels():
         return
     rows = np.arange(batch_size)
     mixes: dict[str, IntArray | None] = {

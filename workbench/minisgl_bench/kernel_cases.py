@@ -162,7 +162,7 @@ def quantized_cases(shape: Shape, batch_size: int) -> Iterator[Case]:
             assert packed is not None
             found.append(packed)
         ours: list[Call] = []
-        if batch_size <= MAX_TOKENS and has_linear_kernels():
+        if batch_size <= MAX_TOKENS and has_hopper_kernels():
             ours = each(_linear_kernel(found[0]), [(x, packed) for packed in found])
         in_8_bits = [weight for packed in found if (weight := Float8Weight.of(packed)) is not None]
         library = each(F.linear, [(x, plain.clone()) for _ in copies(2 * height * width)])
@@ -176,8 +176,8 @@ def _of_tokens_in_8_bits(x: Tensor, weight: Float8Weight) -> Tensor:
     return float8_linear(float8_rows(x, weight.group), weight, x.dtype)
 
 
-def has_linear_kernels() -> bool:
-    """Whether this GPU and installation can run ``cuda/linear.cu``."""
+def has_hopper_kernels() -> bool:
+    """Whether this GPU and installation can run the CUDA kernels that are for Hopper alone."""
     return torch.cuda.get_device_capability() == (9, 0) and not import_error("cuda.bindings")
 
 

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from minisgl_backend.kernels.indexer import (
+    ChooseSlots,
     choose_slots,
     choose_slots_reference,
     index_scores,
     rope_store_index,
 )
 from minisgl_backend.kernels.rope_store import TokenPlaces
-from minisgl_bench.kernel_cases import PAGE_SIZE, Case, copies, each, normal
+from minisgl_bench.kernel_cases import PAGE_SIZE, Case, copies, each, has_hopper_kernels, normal
 
 _MOST_ROWS: Final = 256
 """More tokens are of one prompt."""
@@ -78,7 +79,11 @@ def indexer_cases(shape: IndexerShape, num_tokens: int, context: int) -> Iterato
     for name, dtype in (("bf16", torch.bfloat16), ("fp8", torch.float8_e4m3fn)):
         yield _store(shape, seen, name, dtype)
         yield _scores(shape, seen, name, dtype)
-    yield _choice(shape, seen)
+    yield _choice(shape, seen, "choose_slots, Triton", choose_slots)
+    if has_hopper_kernels():
+        from minisgl_backend.kernels.cuda.position_choice import PositionChoice
+
+        yield _choice(shape, seen, "choose_slots", PositionChoice(seen.rows.device))
 
 
 def _store(shape: IndexerShape, seen: _Seen, name: str, dtype: torch.dtype) -> Case:
@@ -124,16 +129,16 @@ def _scores(shape: IndexerShape, seen: _Seen, name: str, dtype: torch.dtype) -> 
     )
 
 
-def _choice(shape: IndexerShape, seen: _Seen) -> Case:
+def _choice(shape: IndexerShape, seen: _Seen, name: str, choose: ChooseSlots) -> Case:
     num_tokens, top_k = len(seen.rows), min(shape.top_k, seen.context)
     num_bytes = 4 * num_tokens * (seen.context + top_k)
     out = torch.zeros(num_tokens, top_k, dtype=torch.int32, device="cuda")
     scores = [torch.randn(num_tokens, seen.context, device="cuda") for _ in copies(num_bytes)]
     inputs = [(out, of_call, *seen.tables) for of_call in scores]
     return Case(
-        f"choose_slots, context {seen.context}",
+        f"{name}, context {seen.context}",
         num_bytes,
-        each(choose_slots, inputs, page_size=PAGE_SIZE),
+        each(choose, inputs, page_size=PAGE_SIZE),
         each(choose_slots_reference, inputs[:2], page_size=PAGE_SIZE),
         each(torch.topk, [(of_call,) for of_call in scores], k=top_k),
     )

@@ -1,8 +1,9 @@
 """Jinja's immutable sandbox, with bounds on the time and the memory that a template takes.
 
 Knows Jinja. Must not know chats. The time is checked in each iteration of a loop and each call of a
-macro. All characters that are written are counted, even those written into variables. An operation
-whose result would be too large is refused before it runs, since one line can ask for a terabyte.
+macro, a filter or a test. All characters that are written are counted, even those written into
+variables. An operation whose result would be too large is refused before it runs, since one line
+can ask for a terabyte; ``sandbox_sizes`` knows how large it would be.
 
 A ``Meter`` belongs to one rendering. It is passed as the variable ``Sandbox.meter_name``, a random
 name, so that no template can replace it.
@@ -10,34 +11,23 @@ name, so that no template can replace it.
 
 from __future__ import annotations
 
-import functools
-import re
 import secrets
-import string
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
-from jinja2 import nodes, pass_context
+from jinja2 import TemplateSyntaxError, nodes, pass_context
 from jinja2.ext import Extension, loopcontrols
+from jinja2.filters import make_attrgetter
 from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-_MAX_INDENT: Final = 8
-_WIDE: Final = re.compile(r"\d{5}")
-"""A field width in a format string that is larger than any prompt needs."""
-_GIVEN_WIDTH: Final = re.compile(r"%[^%a-zA-Z]*\*")
-"""A field of ``%`` whose width or precision is an argument, such as ``%*d``."""
-_WIDENED: Final = {"indent": ("\n", 4), "expandtabs": ("\t", 8)}
-"""Methods of strings, and filters, that add as much as an argument says, or this by default, for
-each such character."""
-_SIZED: Final = frozenset({"batch", "center", "ljust", "rjust", "round", "slice", "zfill"})
-"""Methods of strings, and filters, that make as much as a number among their arguments says."""
+from minisgl_backend.text.sandbox_sizes import LISTED, OutOfBounds, Sizes
 
-
-class OutOfBounds(Exception):
-    """A template took too long or made too much; the message continues ``the template ...``."""
+_MOST_FILTERED: Final = 4
+"""How much filters may make in all, as a multiple of what may be written: ``map`` calls them for
+each item of a list."""
 
 
 class Meter:
@@ -49,6 +39,7 @@ class Meter:
         self._end_s = clock() + max_seconds
         self._max_chars = max_chars
         self._num_chars = 0
+        self._num_filtered = 0
 
     def __call__(self, num_chars: int) -> None:
         """Count an iteration of a loop or a call of a macro whose body has ``num_chars``."""
@@ -62,10 +53,16 @@ class Meter:
         if self._num_chars > self._max_chars:
             raise OutOfBounds(f"makes more than {self._max_chars} characters")
 
+    def filtered(self, size: int) -> None:
+        """Count what a filter has made."""
+        self._num_filtered += size
+        if self._num_filtered > _MOST_FILTERED * self._max_chars:
+            raise OutOfBounds("makes too much by filters")
+
 
 class Sandbox(ImmutableSandboxedEnvironment):
     """An environment for templates; ``max_size`` bounds every string and list that they make.
-    ``filters`` are added to Jinja's, or take their places."""
+    ``filters`` are added to Jinja's, or take their places; ``Sizes`` must know them."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
@@ -77,101 +74,121 @@ class Sandbox(ImmutableSandboxedEnvironment):
             extensions=[loopcontrols, _GenerationBlock],
             finalize=pass_context(lambda context, value: self._write(context, value)),
         )
-        self._max_size = max_size
+        self.sizes = Sizes(max_size)
         del self.globals["lipsum"]
         self._join_name = f"_join_{secrets.token_hex(8)}"
         self.globals[self._join_name] = self._concatenated
-        for name, function in {**self.filters, **filters}.items():
-            self.filters[name] = self._bounded(name, function)
+        own = {"join": self._join, "sum": self._sum}
+        for name, function in {**self.filters, **own, **filters}.items():
+            self.filters[name] = self._bounded_filter(name, function)
+        tests: dict[str, Any] = self.tests
+        for name, function in tests.items():
+            tests[name] = self._bounded_test(name, function)
 
     def compiled(self, source: str) -> Any:
         """The template of a program, metered. Raises ``TemplateError``."""
         program = self.parse(source)
+        for node in program.find_all(nodes.EvalContextModifier):
+            raise TemplateSyntaxError("autoescape is not supported", node.lineno)
         self._insert_meters(program)
         _Concatenations(self._join_name).visit(program)
         return self.from_string(program)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        if operator == "**" and (abs(left) > 2**32 or abs(right) > 64):
-            raise OutOfBounds("computes too large a power")
-        if operator == "*":
-            for size, times in ((left, right), (right, left)):
-                if isinstance(size, (str, bytes, list, tuple)):
-                    self._check_size(len(size) * times)
-        if operator == "%" and isinstance(left, str):
-            _check_percent_format(left)
+        self.sizes.check_operator(operator, left, right)
         return self._checked(super().call_binop(context, operator, left, right))
 
     def call(self, context: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
         method = getattr(obj, "__wrapped__", obj)  # Jinja wraps a string's ``format``
         owner = getattr(method, "__self__", None)
-        if isinstance(owner, str):
-            if obj.__name__ == "join" and args:
-                args = self._joinable(owner, args[0]), *args[1:]
-            elif obj.__name__ in ("format", "format_map"):
-                _check_brace_format(owner)
-            self._check_call(obj.__name__, owner, [*args, *kwargs.values()])
+        name = getattr(method, "__name__", "")
+        if isinstance(owner, str) and name == "format":
+            return self.sizes.formatted(self, owner, args, kwargs)
+        if isinstance(owner, str) and name == "format_map":
+            return self.sizes.formatted(self, owner, (), *args)
+        if isinstance(owner, str) and name == "join":
+            args = tuple(self.sizes.listed(items, owner) for items in args)
+        self.sizes.check_method(name, owner, args, kwargs)
         return self._checked(super().call(context, obj, *args, **kwargs))
 
-    def _bounded(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        num_before = int(hasattr(function, "jinja_pass_arg"))  # what Jinja passes before the value
+    def _bounded_filter(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        pass_argument = self._what_jinja_passes(function)
 
-        @functools.wraps(function)  # and with it the mark that Jinja looks for
-        def bounded(*args: Any, **kwargs: Any) -> Any:
-            before, (value, *given) = args[:num_before], args[num_before:]
-            if name == "join":
-                separator = given[0] if given else kwargs.get("d", "")
-                value = self._joinable(str(separator), value)
-            elif name == "format":
-                _check_percent_format(str(value))
-            self._check_call(name, value, [*given, *kwargs.values()])
-            return self._checked(function(*before, value, *given, **kwargs))
+        @pass_context
+        def bounded(context: Context, value: Any, /, *args: Any, **kwargs: Any) -> Any:
+            meter: Meter = context[self.meter_name]
+            meter(0)
+            if name in LISTED:
+                value = self.sizes.listed(value)
+            self.sizes.check_filter(name, (value, *args), kwargs)
+            result = self._checked(function(*pass_argument(context), value, *args, **kwargs))
+            meter.filtered(len(result) if isinstance(result, (str, list)) else 1)
+            return result
 
         return bounded
 
-    def _check_call(self, name: str, value: Any, args: list[Any]) -> None:
-        """Refuse a call of a method of the string ``value``, or of a filter of any value, whose
-        result would be too large."""
-        texts = [arg for arg in args if isinstance(arg, str)]
-        numbers = [abs(arg) for arg in args if isinstance(arg, int)]
-        if name == "translate":
-            raise OutOfBounds("may not call translate")
-        elif name == "replace" and len(texts) >= 2:
-            text, old, new = str(value), *texts[:2]
-            self._check_size(len(text) + text.count(old) * len(new))
-        elif name in _WIDENED:
-            character, width = _WIDENED[name]
-            width = max([width, *numbers, *map(len, texts)])
-            self._check_size((str(value).count(character) + 1) * width)
-        elif name == "tojson" and max([*numbers, *map(len, texts)], default=0) > _MAX_INDENT:
-            raise OutOfBounds(f"makes an indent of more than {_MAX_INDENT}")
-        elif name in _SIZED:
-            self._check_size(max(numbers, default=0))
+    def _bounded_test(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        pass_argument = self._what_jinja_passes(function)
 
-    def _joinable(self, separator: str, items: Iterable[Any]) -> list[Any]:
-        known = list(items)
-        self._check_size(len(separator) * len(known) + sum(len(str(item)) for item in known))
-        return known
+        @pass_context
+        def bounded(context: Context, value: Any, /, *args: Any) -> Any:
+            context[self.meter_name](0)
+            self.sizes.check_test(name, value)
+            return function(*pass_argument(context), value, *args)
+
+        return bounded
+
+    def _what_jinja_passes(
+        self, function: Callable[..., Any]
+    ) -> Callable[[Context], tuple[Any, ...]]:
+        """What comes before the value, from the context."""
+        mark = getattr(function, "jinja_pass_arg", None)
+        kind = None if mark is None else mark.name
+        if kind == "context":
+            return lambda context: (context,)
+        if kind == "eval_context":
+            return lambda context: (context.eval_ctx,)
+        return lambda context: () if kind is None else (self,)
+
+    def _join(self, value: Iterable[Any], d: Any = "", attribute: str | int | None = None) -> str:
+        items = value if attribute is None else map(make_attrgetter(self, attribute), value)
+        separator = self.sizes.text(d)
+        return separator.join(map(str, self.sizes.listed(items, separator)))
+
+    @pass_context
+    def _sum(
+        self,
+        context: Context,
+        iterable: Iterable[Any],
+        attribute: str | int | None = None,
+        start: Any = 0,
+    ) -> Any:
+        items = iterable if attribute is None else map(make_attrgetter(self, attribute), iterable)
+        for item in items:
+            context[self.meter_name](0)
+            start = self.call_binop(context, "+", start, item)
+        return start
 
     def _concatenated(self, *parts: Any) -> str:
-        texts = [str(part) for part in parts]
-        self._check_size(sum(map(len, texts)))
+        texts = []
+        size = 0
+        for part in parts:
+            text = self.sizes.text(part)
+            texts.append(text)
+            size += len(text)
+            self.sizes.check(size)
         return "".join(texts)
 
     def _write(self, context: Context, value: Any) -> str:
-        text = str(value)
+        text = self.sizes.text(value)
         meter: Meter = context[self.meter_name]
         meter.wrote(len(text))
         return text
 
     def _checked(self, value: Any) -> Any:
-        if isinstance(value, (str, bytes, list, tuple)):
-            self._check_size(len(value))
+        if isinstance(value, (str, list, tuple)):
+            self.sizes.check(len(value))
         return value
-
-    def _check_size(self, size: int) -> None:
-        if size > self._max_size:
-            raise OutOfBounds("makes too long a value")
 
     def _insert_meters(self, program: nodes.Template) -> None:
         for node in program.find_all(_BODIES):
@@ -201,17 +218,6 @@ def _num_chars(body: list[nodes.Node]) -> int:
         elif not isinstance(node, _BODIES):
             total += _num_chars(list(node.iter_child_nodes()))
     return total
-
-
-def _check_percent_format(text: str) -> None:
-    if _WIDE.search(text) or _GIVEN_WIDTH.search(text):
-        raise OutOfBounds("makes too wide a field")
-
-
-def _check_brace_format(text: str) -> None:
-    fields = string.Formatter().parse(text)
-    if _WIDE.search(text) or any("{" in (spec or "") for _, _, spec, _ in fields):
-        raise OutOfBounds("makes too wide a field")
 
 
 class _Concatenations(NodeTransformer):

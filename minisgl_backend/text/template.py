@@ -15,6 +15,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Final, NoReturn
 
@@ -23,9 +24,12 @@ from jinja2 import TemplateError
 from minisgl_backend.errors import ConfigError, InvalidRequest
 from minisgl_backend.text.chat_format import TemplateFacts
 from minisgl_backend.text.messages import join_parts
-from minisgl_backend.text.sandbox import Meter, OutOfBounds, Sandbox
+from minisgl_backend.text.sandbox import Meter, Sandbox
+from minisgl_backend.text.sandbox_sizes import OutOfBounds, Sizes
 
 MAX_SECONDS: Final = 5.0
+_MOST_OF_A_DATE: Final = 256
+"""Python's ``strftime`` gives up when a text is so many times as long as its format."""
 _PROBES: Final = ("a probe of 29 letters and more", "another one, which comes second")
 _CALL: Final = {
     "id": "probe0000",
@@ -69,8 +73,8 @@ class ChatTemplate:
         self._max_seconds = max_seconds
         self._clock = clock
         environment = Sandbox(max_chars, {"tojson": _to_json})
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = _strftime_now
+        environment.globals["raise_exception"] = partial(_raise_exception, environment.sizes)
+        environment.globals["strftime_now"] = partial(_strftime_now, environment.sizes)
         self._meter_name = environment.meter_name
         try:
             self._template = environment.compiled(source)
@@ -198,9 +202,10 @@ def _to_json(
     )
 
 
-def _raise_exception(message: str) -> NoReturn:
-    raise TemplateError(message)
+def _raise_exception(sizes: Sizes, message: Any) -> NoReturn:
+    raise TemplateError(sizes.text(message))
 
 
-def _strftime_now(format: str) -> str:
+def _strftime_now(sizes: Sizes, format: str) -> str:
+    sizes.check(_MOST_OF_A_DATE * len(format))
     return datetime.now().strftime(format)

@@ -306,7 +306,7 @@ def test_time_is_bounded(source: str) -> None:
         "{{ '{:1000000000}'.format(1) }}",
         "{{ '{:{}}'.format(1, 10**9) }}",
         "{{ '{:{}}'.format(1, '1' + '000000000') }}",
-        "{{ '{:{a[0]}}'.format_map({'': 1, 'a': [10**9]}) }}",
+        "{{ '{b:{a[0]}}'.format_map({'b': 1, 'a': [10**9]}) }}",
         "{% set wide = '{:1000000000}'.format %}{{ wide(1) }}",
         "{{ '{a:1000000000}'.format_map({'a': 1}) }}",
         "{{ messages | tojson(indent=1000) }}",

@@ -10,6 +10,7 @@
     - EngineFailure        INTERNAL: the engine failed; its log says why
       - EngineLost         the engine has ended, with all requests in it
     - ConfigError          the operator: an option or a model file is wrong, and the load fails
+      - NotNow             because a disk is full or a port is taken, which may pass
     - InvariantError       the engine's own bookkeeping is broken
 
 The word in capitals is the ``code`` at the beginning of the message on the wire. Messages with a
@@ -70,6 +71,10 @@ class EngineLost(EngineFailure):
 
 class ConfigError(MiniSGLError):
     """An option, a model file or the machine does not allow the engine to start."""
+
+
+class NotNow(ConfigError):
+    """A disk is full, or a port is taken: the same start may succeed later."""
 
 
 class InvariantError(MiniSGLError):

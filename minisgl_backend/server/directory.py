@@ -12,6 +12,7 @@ lock. Must not know what else servers keep there.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import shutil
@@ -21,7 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from minisgl_backend.errors import ConfigError
+from minisgl_backend.errors import ConfigError, NotNow
 
 SHARED_MEMORY: Final = Path("/dev/shm")
 _PREFIX: Final = "minisgl-"
@@ -40,7 +41,8 @@ _LEAST_SHARED_BYTES: Final = 8 * 2**20
 def make_directory(shared_memory_prefix: str) -> tuple[Path, tuple[int, int]]:
     """A fresh directory of mode 0700, and the descriptors that hold the server's locks.
 
-    Raises ``ConfigError`` if there is no place for it, or none for shared memory.
+    Raises ``ConfigError`` if there is no place for it, or none for shared memory; ``NotNow`` if
+    there is too little room.
     """
     base = _base()
     _check_room(base, _LEAST_BYTES)
@@ -57,9 +59,15 @@ def make_directory(shared_memory_prefix: str) -> tuple[Path, tuple[int, int]]:
             place = SHARED_MEMORY
             lock_of_regions = _lock_regions(shared_memory_prefix)
         except OSError as error:
-            raise ConfigError(f"{place} takes no files: {error.strerror}") from None
+            kind = NotNow if is_for_want_of_room(error) else ConfigError
+            raise kind(f"{place} takes no files: {error.strerror}") from None
         undo.pop_all()
     return directory, (lock, lock_of_regions)
+
+
+def is_for_want_of_room(error: OSError) -> bool:
+    """Whether a disk is full. The errors of ``shutil`` are texts of others."""
+    return any(os.strerror(code) in str(error) for code in (errno.ENOSPC, errno.EDQUOT))
 
 
 def regions(shared_memory_prefix: str) -> list[Path]:
@@ -137,7 +145,7 @@ def _check_room(place: Path, least: int, advice: str = "") -> None:
         raise ConfigError(f"{place} cannot be written, and the server needs files there")
     free = facts.f_bavail * facts.f_frsize
     if free < least:
-        raise ConfigError(f"{place} has {free:,} bytes left, a server needs {least:,}{advice}")
+        raise NotNow(f"{place} has {free:,} bytes left, a server needs {least:,}{advice}")
 
 
 def _base() -> Path:

@@ -6,11 +6,12 @@ Must not know tritonserver's process, or what is served at which port.
 from __future__ import annotations
 
 import contextlib
+import errno
 import socket
 from dataclasses import replace
 from typing import Any
 
-from minisgl_backend.errors import ConfigError
+from minisgl_backend.errors import ConfigError, NotNow
 from minisgl_backend.server.launch import ServerOptions
 
 
@@ -31,7 +32,8 @@ def with_ports(options: ServerOptions, held: contextlib.ExitStack) -> ServerOpti
     """The options with free ports for those that are 0.
 
     No other process gets these ports until ``held`` is closed: they are bound, but nothing listens
-    yet, and the server may bind them as well. Raises ``ConfigError`` if one is taken or repeated.
+    yet, and the server may bind them as well. Raises ``NotNow`` if one is taken, ``ConfigError`` if
+    one is repeated or cannot be used.
     """
     names = ("http_port", "grpc_port", "metrics_port")
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
@@ -43,7 +45,8 @@ def with_ports(options: ServerOptions, held: contextlib.ExitStack) -> ServerOpti
         try:
             probe.bind((options.host, port))
         except OSError as error:
-            raise ConfigError(
+            kind = NotNow if error.errno == errno.EADDRINUSE else ConfigError
+            raise kind(
                 f"{_option(name)} {port} on {options.host} cannot be used: {error.strerror}"
             ) from error
         port = probe.getsockname()[1]
@@ -54,7 +57,7 @@ def with_ports(options: ServerOptions, held: contextlib.ExitStack) -> ServerOpti
         try:
             claim.bind(f"\0minisgl {options.host} {port}")
         except OSError:
-            raise ConfigError(
+            raise NotNow(
                 f"{_option(name)} {port} on {options.host} is that of another server that starts"
             ) from None
         ports[name] = port

@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Final
 
-from minisgl_backend.errors import ConfigError
+from minisgl_backend.errors import ConfigError, NotNow
 from minisgl_backend.runtime_files import (
     DRAIN_MARKER,
     QUEUE_FULL,
@@ -35,7 +35,13 @@ from minisgl_backend.runtime_files import (
     write_adapters,
 )
 from minisgl_backend.server import triton_http
-from minisgl_backend.server.directory import make_directory, regions, remove_regions, sweep
+from minisgl_backend.server.directory import (
+    is_for_want_of_room,
+    make_directory,
+    regions,
+    remove_regions,
+    sweep,
+)
 from minisgl_backend.server.installation import Installation
 from minisgl_backend.server.launch import ServerOptions, launch
 from minisgl_backend.server.log import failure_in_log, load_failure
@@ -59,7 +65,8 @@ class BrokenStart(ConfigError):
 class TritonServer:
     """A tritonserver over a private copy of a model repository.
 
-    ``on_log`` gets each line of the server's log, on a thread of its own.
+    ``on_log`` gets each line of the server's log, on a thread of its own. Making one raises
+    ``ConfigError`` if tritonserver cannot be started, ``NotNow`` if it may be later.
     """
 
     def __init__(
@@ -114,7 +121,8 @@ class TritonServer:
                 locks=self._locks,
             )
         except OSError as error:  # a full disk, or a file that is not a program
-            raise ConfigError(f"tritonserver cannot be started: {error}") from None
+            kind = NotNow if is_for_want_of_room(error) else ConfigError
+            raise kind(f"tritonserver cannot be started: {error}") from None
 
     @property
     def pid(self) -> int:

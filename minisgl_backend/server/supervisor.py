@@ -18,8 +18,8 @@ Faults that occur together take one recovery. A recovery that fails is a fault l
 recovery waits twice as long as the previous one. After ``MAX_RECOVERIES`` in ``WINDOW_S`` the
 server is given up, and the process ends, so that whoever starts processes again can.
 
-What keeps tritonserver from being started at all, such as a full disk or a port that is taken, is
-no fault of the server: the same recovery tries again until it goes away.
+A full disk or a port that is taken (``NotNow``), which keeps tritonserver from being started, is no
+fault of the server: the same recovery tries again until it goes away.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Final
 
-from minisgl_backend.errors import ConfigError, EngineFailure
+from minisgl_backend.errors import ConfigError, EngineFailure, NotNow
 from minisgl_backend.runtime_files import DETOKENIZER, RECOVERING_MARKER
 from minisgl_backend.server.faults import HANG_AFTER_S, Fault, FaultDetector
 from minisgl_backend.server.launch import ServerOptions
@@ -55,6 +55,7 @@ WINDOW_S: Final = 600.0
 _LONGEST_PAUSE_S: Final = 30.0
 """Between tries to start tritonserver while something keeps it from being started."""
 _LOOK_EVERY_S: Final = 0.1
+_LOADING: Final = ("the models are being loaded",)
 RELOAD_S: Final = 30.0
 """How long a reload of one model may take, in addition to twice the time that the start of all
 models took. On a busy machine, loads of 4 s were seen to take 20 s."""
@@ -111,13 +112,14 @@ class Supervisor:
         *,
         first_pause_s: float = 1.0,
     ) -> None:
-        """``start`` starts a server, without waiting for it; raises ``ConfigError``.
+        """``start`` starts a server, without waiting for it; raises ``ConfigError``, of which
+        ``NotNow`` may pass.
 
         ``first_pause_s`` is that of ``Recoveries``, and of tries within a recovery.
         """
         self._start = start
         self._phase = Phase.STARTING
-        self._reasons: tuple[str, ...] = ("the models are being loaded",)
+        self._reasons: tuple[str, ...] = _LOADING
         self._recoveries = Recoveries(first_pause_s)
         self._first_pause_s = first_pause_s
         self._num_reloads = 0
@@ -300,16 +302,21 @@ class Supervisor:
         self._wait_ready(stopping)
 
     def _start_at_last(self, options: ServerOptions, stopping: StopEvent) -> TritonServer:
-        """Start tritonserver as soon as nothing keeps it from being started, however long that is.
+        """Start tritonserver as soon as it has room and its ports, however long that takes.
 
-        Raises ``InterruptedError`` if it is stopped before.
+        Raises ``ConfigError`` if something else keeps it from being started,
+        ``InterruptedError`` if it is stopped before.
         """
         pause_s = self._first_pause_s
+        reason = None
         while True:
             try:
-                return self._start(options)
-            except ConfigError as error:
+                server = self._start(options)
+            except NotNow as error:
                 reason = f"the recovery waits: {error}"
+            else:
+                self._reasons = self._reasons if reason is None else _LOADING
+                return server
             logger.error("%s", reason)
             self._reasons = (reason,)
             if stopping.wait(pause_s):

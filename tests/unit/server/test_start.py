@@ -29,7 +29,7 @@ from tritonclient.grpc import model_config_pb2
 
 from minisgl_backend.adapter_options import adapter_paths
 from minisgl_backend.config import EngineOptions
-from minisgl_backend.errors import ConfigError
+from minisgl_backend.errors import ConfigError, NotNow
 from minisgl_backend.runtime_files import QUEUE_OPEN, Heartbeat, State
 from minisgl_backend.server import process
 from minisgl_backend.server.directory import make_directory, regions, sweep
@@ -374,7 +374,7 @@ def test_a_port_that_is_taken() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"--grpc-port {port} on 127.0.0.1 cannot be used"):
+        with pytest.raises(NotNow, match=f"--grpc-port {port} on 127.0.0.1 cannot be used"):
             start(Installation(Path("/bin/true")), ServerOptions(http_port=0, grpc_port=port))
 
 
@@ -401,7 +401,7 @@ def test_no_place_for_the_servers_files(monkeypatch: pytest.MonkeyPatch) -> None
         start(Installation(Path("/bin/true")))
     monkeypatch.setattr(tempfile, "tempdir", "/tmp")
     monkeypatch.setattr("minisgl_backend.server.directory._LEAST_BYTES", 2**62)
-    with pytest.raises(ConfigError, match=r"/tmp has [0-9,]+ bytes left, a server needs 4,611,"):
+    with pytest.raises(NotNow, match=r"/tmp has [0-9,]+ bytes left, a server needs 4,611,"):
         start(Installation(Path("/bin/true")))
 
 
@@ -418,9 +418,21 @@ def test_a_place_that_takes_no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(tempfile, "mkdtemp", mkdtemp)
     monkeypatch.setattr(fcntl, "flock", flock)
-    with pytest.raises(ConfigError, match="takes no files: No locks available"):
+    with pytest.raises(ConfigError, match="takes no files: No locks available") as caught:
         make_directory("minisgl-test-")
+    assert not isinstance(caught.value, NotNow)
     assert not made[0].exists()
+
+
+def test_a_repository_that_does_not_fit_on_the_disk(
+    monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    def copyfile(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(shutil, "copyfile", copyfile)
+    with pytest.raises(NotNow, match=r"cannot be started: .*No space left on device"):
+        start(fake_server(folder))
 
 
 def test_no_room_for_what_the_previous_server_knew(
@@ -431,7 +443,7 @@ def test_no_room_for_what_the_previous_server_knew(
 
     monkeypatch.setattr(process, "write_adapters", write_adapters)
     options = ServerOptions(http_port=0, grpc_port=0, metrics_port=0, adapters={"doll": "/doll"})
-    with pytest.raises(ConfigError, match=r"cannot be started: .*No space left on device"):
+    with pytest.raises(NotNow, match=r"cannot be started: .*No space left on device"):
         TritonServer(fake_server(folder), shipped_repository(), {}, options)
 
 
@@ -469,7 +481,7 @@ def test_a_port_of_a_server_that_starts(folder: Path) -> None:
     """The port is taken although nothing listens yet, and is free once that server has stopped."""
     first = start(fake_server(folder, "signal.pause()"))
     taken = replace(OPTIONS, http_port=first.http_port)
-    with pytest.raises(ConfigError, match=f"{first.http_port} .*is that of another server that st"):
+    with pytest.raises(NotNow, match=f"{first.http_port} .*is that of another server that st"):
         start(Installation(Path("/bin/true")), taken)
     first.kill()
     start(Installation(Path("/bin/true")), taken).kill()

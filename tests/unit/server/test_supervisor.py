@@ -20,7 +20,7 @@ from typing import Any, cast
 
 import pytest
 
-from minisgl_backend.errors import ConfigError, EngineFailure
+from minisgl_backend.errors import ConfigError, EngineFailure, NotNow
 from minisgl_backend.runtime_files import Heartbeat, write_adapters
 from minisgl_backend.server import faults, triton_http
 from minisgl_backend.server.health import _MOST_CALLERS as MOST
@@ -141,7 +141,7 @@ class World:
         def start(options: ServerOptions) -> TritonServer:
             if self.refuses_to_start:
                 self.num_refusals += 1
-                raise ConfigError("the port is taken")
+                raise NotNow("the port is taken")
             self.servers.append(
                 TritonServer(Installation(binary), shipped_repository(), {}, options)
             )
@@ -513,6 +513,31 @@ def test_what_keeps_a_server_from_being_started_may_last_without_an_end(
     world.refuses_to_start = False
     world.wait_ready(1)
     assert len(world.servers) == 2
+
+
+def test_after_a_wait_it_says_that_the_models_are_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("minisgl_backend.server.supervisor._LONGEST_PAUSE_S", 0.01)
+    world = World(tmp_path, hangs=tmp_path / "hangs")
+    (tmp_path / "hangs").touch()
+    world.refuses_to_start = True
+    world.supervisor.server.signal(signal.SIGKILL)
+    world.wait(lambda: world.num_refusals > 1)
+    world.refuses_to_start = False
+    world.wait(lambda: len(world.servers) == 2)
+    world.wait(lambda: world.supervisor.health().reasons == ("the models are being loaded",))
+    world.close()
+
+
+def test_a_tritonserver_that_was_removed_is_not_waited_for(world: World) -> None:
+    world.binary.unlink()
+    world.supervisor.server.signal(signal.SIGKILL)
+    world.join()
+    error = str(world.error)
+    assert error.startswith(f"given up after {MAX_RECOVERIES} recoveries in 10 minutes: ")
+    assert "tritonserver cannot be started: " in error
+    assert world.supervisor.stats()["num_recoveries"] == MAX_RECOVERIES
 
 
 def test_a_recovery_that_waits_does_not_hold_up_a_stop(

@@ -23,9 +23,13 @@ _HARMLESS: Final = (
 )
 _OURS: Final = re.compile(r'^[IWE]\d{4} ([\d:]+)\.\d+ +\d+ \S*\.py:\d+\] "(.*)"$')
 _TRITON_INFO: Final = re.compile(r"^[IV]\d{4} [\d:.]+ +\d+ (?!\S*\.py:)")
-_REFUSAL: Final = re.compile(r"^E\d{4} [\d:.]+ +\d+ \S+\.cc:\d+\] .*TritonModelException: ")
+_REFUSAL: Final = re.compile(
+    r"^E\d{4} [\d:.]+ +\d+ \S+\.cc:\d+\] .*"
+    r"(?:Failed to create instance|failed to load '\w+'|is at UNAVAILABLE state)"
+    r".*TritonModelException: "
+)
 """A model says why it does not load, as Triton repeats it for everything that needs the model. Who
-waits for the load tells it by ``load_failure``."""
+waits for the load tells it by ``load_failure``. What a model says later is told nowhere else."""
 _LOAD_FAILURE: Final = re.compile(
     r"failed to load '(\w+)' version \d+: [\w ]+?: (?:TritonModelException: )?(.*)"
 )

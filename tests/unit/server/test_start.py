@@ -660,6 +660,10 @@ REFUSALS = [
     "TritonModelException: adapter 'a': no file\\n\\nAt:\\n  /x.py(100): wrapped\\n\"",
     "E1121 03:06:25.1 15664 model_lifecycle.cc:642] \"failed to load 'llm_engine' version 1: "
     "Internal: TritonModelException: adapter 'a': no file\\n\\nAt:\\n  /x.py(100): wrapped\\n\"",
+    'E1121 03:06:25.1 15664 model_repository_manager.cc:703] "Invalid argument: ensemble '
+    "'minisgl' depends on 'llm_engine' which has no loaded version. Model 'llm_engine' loading "
+    "failed with error: version 1 is at UNAVAILABLE state: Internal: TritonModelException: adapter "
+    "'a': no file\\n\\nAt:\\n  /x.py(100): wrapped\\n;\"",
 ]
 
 
@@ -667,12 +671,16 @@ def test_the_operator_sees_what_matters(capfd: pytest.CaptureFixture[str]) -> No
     ours = 'I1121 03:06:25.839737 15664 setup.py:117] "minisgl_backend.x: loading"'
     error = 'E1121 03:06:25.8 15664 server.cc:1] "trouble"'
     bug = 'E1121 03:06:25.8 15664 backend_model.cc:692] "ERROR: Failed to create instance: KeyError'
-    lines = [*CHATTER, *REFUSALS, ours, error, bug, "plain"]
+    later = (
+        'E1121 03:06:25.8 15664 pb_stub.cc:736] "Failed to process the request(s) for model '
+        "'tokenizer_0_0', message: TritonModelException: no room\""
+    )
+    lines = [*CHATTER, *REFUSALS, ours, error, bug, later, "plain"]
     quiet, loud = Console(everything=False), Console(everything=True)
     for line in lines:
         quiet.show(line)
     shown = capfd.readouterr().err.splitlines()
-    assert shown == ["03:06:25 minisgl_backend.x: loading", error, bug, "plain"]
+    assert shown == ["03:06:25 minisgl_backend.x: loading", error, bug, later, "plain"]
     for line in lines:
         loud.show(line)
     assert capfd.readouterr().err.splitlines() == lines

@@ -166,8 +166,9 @@ class ReplicaProcess:
     def _serve(self) -> None:
         """Run one process to its end. Raises ``ConfigError`` if it cannot start."""
         self._has_served = False
-        self._outgoing = queue.SimpleQueue()  # drops what was sent to the previous process
-        self._outgoing.put({"options": self._options})
+        outgoing: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        outgoing.put({"options": self._options})  # before others can send anything
+        self._outgoing = outgoing  # drops what was sent to the previous process
         ours, process = self._launched()
         writer = threading.Thread(
             target=self._write, args=(ours, self._outgoing), name="to replica", daemon=True

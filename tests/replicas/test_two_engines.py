@@ -4,6 +4,7 @@ what happens to requests when one is killed."""
 from __future__ import annotations
 
 import os
+import queue
 import signal
 import sys
 import threading
@@ -359,6 +360,28 @@ def test_an_error_of_the_parent_is_not_taken_for_a_start_that_failed(
         replica.close()
     assert "replica 0 is ended after an internal error" in caplog.text
     assert "no place for it" in caplog.text and "cannot start" not in caplog.text
+
+
+def test_nothing_is_sent_to_a_process_before_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread may send a message while a new process is started."""
+    queues: list[queue.SimpleQueue[Any]] = []
+
+    class Slow(queue.SimpleQueue[Any]):
+        def __init__(self) -> None:
+            super().__init__()
+            queues.append(self)
+
+        def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
+            if "options" in item:
+                replica.send({"cancel": 1})
+            super().put(item)
+
+    replica = ReplicaProcess(1, ["/nonexistent"], ReplicaPlace(environment={}), {})
+    monkeypatch.setattr(queue, "SimpleQueue", Slow)
+    with pytest.raises(ConfigError, match="cannot be started"):
+        replica._serve()
+    (made,) = queues
+    assert made.get() == {"options": {}} and made.empty()
 
 
 def test_a_replica_without_a_thread_ends_those_before_it(monkeypatch: pytest.MonkeyPatch) -> None:

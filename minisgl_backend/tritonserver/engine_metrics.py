@@ -313,7 +313,7 @@ class ReportedEngine:
             "block_size": info.page_size,
             "num_gpu_blocks": info.num_pages * info.num_replicas,
             "kv_cache_size_tokens": info.num_pages * info.num_replicas * info.page_size,
-            "cache_dtype": options.kv_cache_dtype or "auto",
+            "cache_dtype": "auto" if options.kv_cache_dtype is None else "fp8_e4m3",
             "mamba_ssm_cache_dtype": options.state_dtype or "auto",
             "enable_prefix_caching": options.cache == "radix",
             "gpu_memory_utilization": options.memory_ratio,

@@ -32,7 +32,7 @@ from minisgl_backend.tritonserver.refusals import Refusals
 from tests.fakes.engine_info import engine_info
 from tests.fakes.pb_utils import Metric, MetricFamily
 
-OPTIONS = EngineOptions(model="/models/demo", kv_cache_dtype="fp8_e4m3", cache="naive")
+OPTIONS = EngineOptions(model="/models/demo", kv_cache_dtype="fp8", cache="naive")
 INFO = engine_info(model="/models/demo", max_running_requests=8, max_queued_requests=8)
 
 

@@ -17,7 +17,7 @@ from starlette.routing import Match, Route
 
 from minisgl_gateway.errors import ApiError, error_response, internal, shown
 
-_PREFIXES: Final = ("api", "openai", "v1")
+_PREFIXES: Final = ("api", "openai", "v1", "v2")
 """Parts of a path that callers repeat or leave out."""
 _ELSEWHERE: Final = {
     "chat": "/v1/chat/completions",

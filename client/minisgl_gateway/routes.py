@@ -51,6 +51,7 @@ class CompletionRoutes:
         """POST /v1/chat/completions."""
         request = await self._service.received(ChatCompletionRequest, http)
         chat, renderer = chat_of(request), ChatRenderer(request)
+        state_of(http.scope).request_id = renderer.id
         if request.return_token_ids:
             tokens = await self._lookups.chat_tokens(http, chat, ChatCompletionRequest.model_fields)
             renderer.prompt_ids = tokens.ids

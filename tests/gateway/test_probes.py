@@ -211,6 +211,8 @@ def test_a_slash_at_the_end_of_a_route_that_answers(gateway: Gateway) -> None:
         ("POST", "/v1/v1/messages/count_tokens", "POST /v1/messages/count_tokens"),
         ("POST", "/api/chat", "POST /v1/chat/completions"),
         ("GET", "/api/tags", "GET /v1/models"),
+        ("POST", "/v2/embed", "POST /v1/embeddings"),
+        ("POST", "/v1/v2/rerank", "POST /v1/rerank"),
         ("POST", "/v1/moderations", None),
         ("POST", "/v1/audio/speech", None),
     ],
@@ -230,6 +232,15 @@ def test_a_wrong_place_with_a_strange_name(gateway: Gateway) -> None:
 
 
 # --- ids, labels, pages of other origins ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("fields", [{}, {"return_token_ids": True}])
+def test_a_chat_that_is_refused_has_the_id_of_its_answer(
+    gateway: Gateway, fields: dict[str, Any]
+) -> None:
+    answer = gateway.chat("Hi", chat_template_kwargs={"messages": []}, **fields)
+    assert "may not hold 'messages'" in refused(answer, 400)["message"]
+    assert answer.headers["X-Request-Id"].startswith("chatcmpl-")
 
 
 def test_the_id_that_a_caller_gives_is_kept(gateway: Gateway) -> None:

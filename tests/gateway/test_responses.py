@@ -146,6 +146,23 @@ def test_thoughts_belong_to_the_text_or_the_calls_after_them() -> None:
     assert alone == {"role": "assistant", "content": "", **thinking, "tool_calls": calls}
 
 
+@pytest.mark.parametrize("texts", [["b"], [], ["b", "c"]])
+@pytest.mark.parametrize("before", ["a", ""])
+def test_thoughts_that_were_cut_off_belong_to_the_text_before_them(
+    texts: list[str], before: str
+) -> None:
+    parts = [{"type": "reasoning_text", "text": text} for text in texts]
+    first = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": before}]}
+    said, user = ({"role": role, "content": "x"} for role in ("assistant", "user"))
+    thoughts = before + "".join(texts)
+    whole = {**said, "reasoning_content": thoughts} if thoughts else said
+    cut_off = {"type": "reasoning", "content": parts}
+    assert messages(user, first, said, cut_off, user) == [user, whole, user]
+    assert messages(user, first, said, cut_off) == [user, whole]
+    output = [read(input=[item]).input[0] for item in (first, said, cut_off)]
+    assert messages_of_output([item.model_dump() for item in output]) == [whole]
+
+
 def test_a_summary_stands_for_thoughts_without_text() -> None:
     summary = [{"type": "summary_text", "text": "Thought of it."}]
     (message,) = messages({"type": "reasoning", "summary": summary, "encrypted_content": "x"})

@@ -103,13 +103,16 @@ def messages_of(items: str | Sequence[Item], referred: Referred) -> list[dict[st
         if isinstance(item, ItemReference):
             item = _OUTPUT_ITEM.validate_python(referred(item.id))
         if isinstance(item, FunctionCallOutputItem):
+            _end_answer(messages)
             output = item.output if isinstance(item.output, str) else _content(item.output)
             messages.append({"role": "tool", "tool_call_id": item.call_id, "content": output})
         elif isinstance(item, MessageItem) and item.role != "assistant":
+            _end_answer(messages)
             role = "user" if item.role == "user" else "system"
             messages.append({"role": role, "content": _content(item.content)})
         else:
             _add_to_answer(messages, item)
+    _end_answer(messages)
     return messages
 
 
@@ -118,6 +121,7 @@ def messages_of_output(items: Iterable[Mapping[str, Any]]) -> list[dict[str, Any
     messages: list[dict[str, Any]] = []
     for item in items:
         _add_to_answer(messages, _OUTPUT_ITEM.validate_python(item))
+    _end_answer(messages)
     return messages
 
 
@@ -131,8 +135,7 @@ def _add_to_answer(messages: list[dict[str, Any]], item: OutputItem) -> None:
         last = {"role": "assistant", "content": ""}
         messages.append(last)
     if isinstance(item, FunctionCallItem):
-        if last.keys() == {"role", "content", "reasoning_content"} and not last["content"]:
-            last = _with_text_before(messages)
+        last = _end_answer(messages)
         name = item.name if item.namespace is None else _name_in(item.namespace, item.name)
         function = {"name": name, "arguments": item.arguments}
         call = {"id": item.call_id, "type": "function", "function": function}
@@ -150,15 +153,17 @@ def _add_to_answer(messages: list[dict[str, Any]], item: OutputItem) -> None:
             last["reasoning_content"] = thought
 
 
-def _with_text_before(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """The last message, which has thoughts alone, as calls follow them: if a text comes before, it
-    is of the same answer."""
-    *_, before, last = [{}, *messages[-2:]]
-    if before.get("role") != "assistant":
+def _end_answer(messages: list[dict[str, Any]]) -> dict[str, Any]:
+    """The last message. If it is of an assistant and has at most thoughts, as calls follow these or
+    they were cut off, they become those of a text that comes before."""
+    *_, before, last = [{}, {}, *messages[-2:]]
+    answers = before.get("role") == last.get("role") == "assistant"
+    if not answers or last["content"] or "tool_calls" in last:
         return last
     messages.pop()
-    thoughts = before.get("reasoning_content", "") + last["reasoning_content"]
-    before["reasoning_content"] = thoughts
+    thoughts = "".join(it.get("reasoning_content", "") for it in (before, last))
+    if thoughts:
+        before["reasoning_content"] = thoughts
     return before
 
 

@@ -23,7 +23,6 @@ from minisgl_backend.tritonserver.responder import Responder, error_response
 from minisgl_backend.tritonserver.response_stream import ResponseStream
 from minisgl_backend.tritonserver.tensors import (
     Arrays,
-    bytes_array,
     checked_size,
     make_response,
     read_inputs,
@@ -38,6 +37,7 @@ from minisgl_backend.wire.answer import (
     most_likely,
     prompt_logprobs_json,
 )
+from minisgl_backend.wire.arrays import bytes_array
 from minisgl_backend.wire.defaults import Defaults
 from minisgl_backend.wire.entries import Tensor
 from minisgl_backend.wire.gather import is_of_triton

@@ -56,9 +56,10 @@ from minisgl_backend.tritonserver.setup import (
     runtime_directory,
 )
 from minisgl_backend.tritonserver.status import Status, StatusServer
-from minisgl_backend.tritonserver.tensors import make_response, text_array
+from minisgl_backend.tritonserver.tensors import make_response
 from minisgl_backend.tritonserver.unload_watcher import UnloadWatcher
 from minisgl_backend.wire.answer import Answer, SampleAnswer, answer_arrays
+from minisgl_backend.wire.arrays import text_array
 from minisgl_backend.wire.generation import AdapterOrder, Generation, Stopped, StopRequest, Wanted
 from minisgl_backend.wire.packets import Packet, SampleDelta, StreamStart
 from minisgl_backend.wire.parameters import LORA_ADAPTERS

@@ -9,13 +9,11 @@ import json
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
-import numpy as np
 import numpy.typing as npt
 import triton_python_backend_utils as pb_utils
 
 from minisgl_backend.errors import InvalidRequest
 from minisgl_backend.limits import Limits
-from minisgl_backend.wire.answer import texts_array
 
 Arrays: TypeAlias = Mapping[str, npt.NDArray[Any]]
 
@@ -62,16 +60,6 @@ def checked_size(request: Any, arrays: Arrays, limits: Limits) -> int:
             )
         raise InvalidRequest(f"a request must be at most {most} bytes, got {size}")
     return size
-
-
-def text_array(text: str) -> npt.NDArray[np.object_]:
-    """An array of one string."""
-    return texts_array([text])
-
-
-def bytes_array(data: bytes) -> npt.NDArray[np.uint8]:
-    """An array of these bytes."""
-    return np.frombuffer(data, dtype=np.uint8)
 
 
 def make_response(outputs: Arrays) -> Any:

@@ -49,9 +49,8 @@ from minisgl_backend.tritonserver.tensors import (
     make_response,
     read_inputs,
     read_parameters,
-    text_array,
 )
-from minisgl_backend.wire.answer import texts_array
+from minisgl_backend.wire.arrays import text_array, texts_array
 from minisgl_backend.wire.generation import Generation, Stopped, StopRequest
 from minisgl_backend.wire.parameters import (
     CHAT_FORMAT,

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from minisgl_backend.request import FinishReason, FloatArray, PromptLogprobs, TokenId, TokenLogprobs
+from minisgl_backend.wire.arrays import texts_array
 from minisgl_backend.wire.generation import NOTHING, Wanted
 from minisgl_backend.wire.packets import Times
 from minisgl_backend.wire.parameters import OUTPUT_IDS
@@ -197,8 +198,3 @@ def _rows(logprobs: Sequence[Sequence[TokenLogprobs]]) -> npt.NDArray[Any]:
     for row, of_sample in zip(rows, logprobs, strict=True):
         row[: len(of_sample)] = [_at_least(one.logprob) for one in of_sample]
     return rows
-
-
-def texts_array(texts: Sequence[str]) -> npt.NDArray[np.object_]:
-    """An array of strings."""
-    return np.array([text.encode() for text in texts], dtype=np.object_)

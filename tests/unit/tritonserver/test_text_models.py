@@ -25,10 +25,10 @@ from minisgl_backend.text.answer_stream import AnswerStream
 from minisgl_backend.text.tokenizer import PromptEncoder, RenderedPrompt
 from minisgl_backend.tritonserver.channel import EngineChannel
 from minisgl_backend.tritonserver.detokenizer import TritonPythonModel as Detokenizer
-from minisgl_backend.tritonserver.tensors import bytes_array
 from minisgl_backend.tritonserver.tokenizer import TritonPythonModel as Tokenizer
 from minisgl_backend.wire.acks import Ack, Verdict
 from minisgl_backend.wire.answer import Answer
+from minisgl_backend.wire.arrays import bytes_array
 from minisgl_backend.wire.generation import (
     Generation,
     Stopped,

@@ -25,7 +25,8 @@ from minisgl_gateway.gateway_options import GatewayOptions
 from minisgl_gateway.keys import Keys
 from minisgl_gateway.request_state import state_of
 from minisgl_gateway.servers import Engine
-from minisgl_gateway.strict_schema import Body, label
+from minisgl_gateway.shared_fields import label
+from minisgl_gateway.strict_schema import Body
 
 _ANSWER_S: Final = 2.0
 """How long the engine may take to list its adapters."""

@@ -14,7 +14,8 @@ from minisgl_client import parameters
 from pydantic import Field
 
 from minisgl_gateway.errors import invalid
-from minisgl_gateway.strict_schema import Body, Strict, label
+from minisgl_gateway.shared_fields import label
+from minisgl_gateway.strict_schema import Body, Strict
 
 Schema: TypeAlias = dict[str, Any]
 Choices = Annotated[list[str], Field(min_length=1, max_length=1024, fail_fast=True)]

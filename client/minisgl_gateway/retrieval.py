@@ -37,7 +37,7 @@ from minisgl_gateway.retrieval_schema import (
 )
 from minisgl_gateway.servers import Engine
 from minisgl_gateway.service import Service
-from minisgl_gateway.strict_schema import MAX_LOGPROBS
+from minisgl_gateway.shared_fields import MAX_LOGPROBS
 
 _BEFORE: Final = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and "

@@ -10,7 +10,8 @@ from pydantic import BaseModel, Field
 
 from minisgl_gateway.answer_schema import unless_null
 from minisgl_gateway.errors import invalid
-from minisgl_gateway.strict_schema import Body, Strict, TokenIds, label, salt
+from minisgl_gateway.shared_fields import TokenIds, label, salt
+from minisgl_gateway.strict_schema import Body, Strict
 
 MAX_INPUTS: Final = 2048
 """The most texts to embed, or documents to rank, in one request."""

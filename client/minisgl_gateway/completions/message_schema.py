@@ -6,14 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from minisgl_gateway.strict_schema import (
-    MAX_MESSAGES,
-    MAX_TOOLS,
-    Strict,
-    by_type,
-    cache_control,
-    read_by_sdk,
-)
+from minisgl_gateway.shared_fields import MAX_MESSAGES, MAX_TOOLS, cache_control, read_by_sdk
+from minisgl_gateway.strict_schema import Strict, by_type
 
 
 class TextPart(Strict):

@@ -22,18 +22,17 @@ from minisgl_gateway.completions.message_schema import (
 )
 from minisgl_gateway.form_schema import FormFields
 from minisgl_gateway.generation import MAX_STOPS, NO_LIMIT
-from minisgl_gateway.strict_schema import (
+from minisgl_gateway.shared_fields import (
     MAX_LOGPROBS,
-    Body,
     Effort,
     PromptCacheOptions,
     ServiceTier,
-    Strict,
     TokenId,
     TokenIds,
     label,
     salt,
 )
+from minisgl_gateway.strict_schema import Body, Strict
 
 MAX_CHOICES: Final = 64
 """The most choices of one request: ``n``, or ``best_of``, times the number of prompts."""

@@ -12,16 +12,15 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from minisgl_gateway.generation import MAX_STOPS
-from minisgl_gateway.strict_schema import (
+from minisgl_gateway.shared_fields import (
     MAX_MESSAGES,
     MAX_TOOLS,
-    Body,
     DirectCaller,
-    Strict,
     cache_control,
     label,
     read_by_sdk,
 )
+from minisgl_gateway.strict_schema import Body, Strict
 
 # --- messages ------------------------------------------------------------------------------------
 

@@ -13,20 +13,18 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 
 from minisgl_gateway.form_schema import TextForm
-from minisgl_gateway.strict_schema import (
+from minisgl_gateway.shared_fields import (
     MAX_LOGPROBS,
     MAX_MESSAGES,
     MAX_TOOLS,
-    Body,
     DirectCaller,
     Effort,
     PromptCacheOptions,
     ServiceTier,
-    Strict,
-    by_type,
     label,
     read_by_sdk,
 )
+from minisgl_gateway.strict_schema import Body, Strict, by_type
 
 Status = Literal["in_progress", "completed", "incomplete"]
 

@@ -36,7 +36,7 @@ from minisgl_gateway.responses.schema import (
     ResponsesRequest,
 )
 from minisgl_gateway.responses.strictness import is_strict
-from minisgl_gateway.strict_schema import MAX_TOOLS
+from minisgl_gateway.shared_fields import MAX_TOOLS
 from minisgl_gateway.template import Wishes
 from minisgl_gateway.tools import Calls, Tool, allowed, call_of
 from minisgl_gateway.turns import in_turns
@@ -156,7 +156,8 @@ def _add_to_answer(messages: list[dict[str, Any]], item: OutputItem) -> None:
 def _end_answer(messages: list[dict[str, Any]]) -> dict[str, Any]:
     """The last message. If it is of an assistant and has at most thoughts, as calls follow these or
     they were cut off, they become those of a text that comes before."""
-    *_, before, last = [{}, {}, *messages[-2:]]
+    last = messages[-1] if messages else {}
+    before = messages[-2] if len(messages) > 1 else {}
     answers = before.get("role") == last.get("role") == "assistant"
     if not answers or last["content"] or "tool_calls" in last:
         return last

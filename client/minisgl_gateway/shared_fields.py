@@ -47,6 +47,13 @@ class PromptCacheOptions(Strict):
     prewarm: Literal[False] | None = None
 
 
+class RefusalPart(Strict):
+    """A piece of an earlier answer of another model."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+
 class DirectCaller(Strict):
     """Who called a tool: the model itself."""
 

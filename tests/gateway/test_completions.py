@@ -228,6 +228,33 @@ def test_what_a_part_repeats_of_its_message_does_not_reach_the_model(added: dict
         of_chat(messages=[{**said, "role": "user"}])
 
 
+def test_refusals_of_another_model_are_texts() -> None:
+    user = {"role": "user", "content": "Hi"}
+    refused = {"type": "refusal", "refusal": "No."}
+    for said, content in (
+        ({"content": None, "refusal": "No."}, "No."),
+        ({"content": "", "refusal": "No."}, "No."),
+        ({"content": [refused]}, [{"type": "text", "text": "No."}]),
+        (
+            {"content": "Hm.", "refusal": "No."},
+            [{"type": "text", "text": t} for t in ("Hm.", "No.")],
+        ),
+    ):
+        messages = of_chat(messages=[user, {"role": "assistant", **said}, user]).messages
+        assert messages == [user, {"role": "assistant", "content": content}, user]
+    with pytest.raises(ApiError, match="must be 'text'"):
+        of_chat(messages=[{"role": "user", "content": [refused]}])
+
+
+def test_a_function_may_answer_null() -> None:
+    called = {"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}}
+    messages = of_chat(
+        messages=[called, {"role": "function", "name": "f", "content": None}]
+    ).messages
+    assert messages is not None
+    assert messages[1] == {"role": "tool", "name": "f", "content": ""}
+
+
 def test_marks_of_other_caches_do_not_reach_the_model() -> None:
     part = {"type": "text", "text": "Hi", "prompt_cache_breakpoint": {"ttl": "30m"}}
     cached = of_chat(

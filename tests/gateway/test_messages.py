@@ -107,6 +107,12 @@ def test_blocks_become_messages() -> None:
     ]
 
 
+def test_what_another_model_thought_in_secret_is_not_told() -> None:
+    secret = {"type": "redacted_thinking", "data": "EmwKAhgB"}
+    said = {"role": "assistant", "content": [secret, {"type": "text", "text": "Yes."}]}
+    assert chat(HI, said, HI).messages == [HI, {"role": "assistant", "content": "Yes."}, HI]
+
+
 def test_results_of_tools_stand_where_they_were_told() -> None:
     result = {"type": "tool_result", "tool_use_id": "t"}
     text = {"type": "text", "text": "x"}

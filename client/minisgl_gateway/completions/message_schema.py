@@ -6,7 +6,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from minisgl_gateway.shared_fields import MAX_MESSAGES, MAX_TOOLS, cache_control, read_by_sdk
+from minisgl_gateway.shared_fields import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    RefusalPart,
+    cache_control,
+    read_by_sdk,
+)
 from minisgl_gateway.strict_schema import Strict, by_type
 
 
@@ -36,7 +42,13 @@ class AnswerPart(TextPart):
 
 
 Content = str | Annotated[list[TextPart], Field(min_length=1, fail_fast=True)]
-AnswerContent = str | Annotated[list[AnswerPart], Field(min_length=1, fail_fast=True)]
+AnswerContent = (
+    str
+    | Annotated[
+        list[Annotated[AnswerPart | RefusalPart, Field(discriminator="type")]],
+        Field(min_length=1, fail_fast=True),
+    ]
+)
 
 
 ResultContent = str | Annotated[list[TextPart], Field(fail_fast=True)]
@@ -86,7 +98,7 @@ class AssistantMessage(Strict):
     reasoning_content: str | None = Field(None, description="what the model thought")
     reasoning: str | None = Field(None, description="the same, as vLLM has it")
     name: str | None = None
-    refusal: None = None
+    refusal: str | None = Field(None, description="what another model said in place of an answer")
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
     audio: None = None
     function_call: FunctionCall | None = Field(None, description="the older form of tool_calls")
@@ -111,7 +123,7 @@ class FunctionMessage(Strict):
     """What a function answered, in the older form."""
 
     role: Literal["function"]
-    content: ResultContent
+    content: ResultContent | None = None
     name: str
 
 

@@ -26,6 +26,7 @@ from minisgl_gateway.completions.schema import (
     GenerationRequest,
     TokenizeRequest,
 )
+from minisgl_gateway.content import content_of, texts_of
 from minisgl_gateway.errors import invalid, unsupported
 from minisgl_gateway.form_schema import form_of
 from minisgl_gateway.generation import (
@@ -280,12 +281,17 @@ def _message(message: Message) -> dict[str, Any]:
     """A message in the form of chat templates.
 
     The role ``developer`` becomes ``system``, and function calls become tool calls. Empty fields of
-    an assistant, which callers send back, are left out. One that neither says nor calls anything,
-    as if its thoughts were cut off, says "".
+    an assistant, which callers send back, are left out, and refusals are texts. One that neither
+    says nor calls anything, as if its thoughts were cut off, says "".
     """
     plain = message.model_dump(exclude_none=True)
     if plain["role"] == "assistant":
         plain = {name: value for name, value in plain.items() if value or name == "content"}
+        if isinstance(content := plain.get("content"), list):
+            plain["content"] = [_of_refusal(part) for part in content]
+        if refusal := plain.pop("refusal", None):
+            said = filter(None, texts_of(plain.get("content")))
+            plain["content"] = content_of([*said, refusal])
     if thought := plain.pop("reasoning", None):
         plain.setdefault("reasoning_content", thought)
     if plain["role"] == "developer":
@@ -297,3 +303,8 @@ def _message(message: Message) -> dict[str, Any]:
     if "tool_calls" not in plain:
         plain.setdefault("content", "")
     return plain
+
+
+def _of_refusal(part: Mapping[str, str]) -> Mapping[str, str]:
+    """A part of an answer as a text, also if it is a refusal."""
+    return {"type": "text", "text": part["refusal"]} if part["type"] == "refusal" else part

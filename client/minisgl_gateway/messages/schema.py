@@ -41,6 +41,13 @@ class ThinkingBlock(Strict):
     signature: str | None = None
 
 
+class RedactedThinkingBlock(Strict):
+    """What another model thought, which only its server can read; the model is not told."""
+
+    type: Literal["redacted_thinking"]
+    data: str
+
+
 class ToolUseBlock(Strict):
     """A call that the model made earlier."""
 
@@ -66,7 +73,9 @@ class ToolResultBlock(Strict):
 
 
 UserBlock = Annotated[TextBlock | ToolResultBlock, Field(discriminator="type")]
-AssistantBlock = Annotated[TextBlock | ThinkingBlock | ToolUseBlock, Field(discriminator="type")]
+AssistantBlock = Annotated[
+    TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock, Field(discriminator="type")
+]
 
 
 class UserTurn(Strict):

@@ -20,6 +20,7 @@ from minisgl_gateway.shared_fields import (
     DirectCaller,
     Effort,
     PromptCacheOptions,
+    RefusalPart,
     ServiceTier,
     label,
     read_by_sdk,
@@ -53,13 +54,6 @@ class OutputText(Strict):
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
     logprobs: Any = read_by_sdk()
     parsed: Any = read_by_sdk()
-
-
-class RefusalPart(Strict):
-    """A piece of an earlier answer of another model."""
-
-    type: Literal["refusal"]
-    refusal: str
 
 
 Part = Annotated[InputText | OutputText | RefusalPart, Field(discriminator="type")]

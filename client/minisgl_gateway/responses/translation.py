@@ -32,11 +32,10 @@ from minisgl_gateway.responses.schema import (
     NamespaceTool,
     OutputItem,
     OutputText,
-    RefusalPart,
     ResponsesRequest,
 )
 from minisgl_gateway.responses.strictness import is_strict
-from minisgl_gateway.shared_fields import MAX_TOOLS
+from minisgl_gateway.shared_fields import MAX_TOOLS, RefusalPart
 from minisgl_gateway.template import Wishes
 from minisgl_gateway.tools import Calls, Tool, allowed, call_of
 from minisgl_gateway.turns import in_turns

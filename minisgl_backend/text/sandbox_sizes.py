@@ -9,11 +9,10 @@ Only the methods of strings, and the filters, in these tables can be used. None 
 
 from __future__ import annotations
 
-import functools
 import itertools
-import json
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from json.encoder import encode_basestring, encode_basestring_ascii
 from typing import Any, Final
 
 from jinja2.sandbox import SandboxedEnvironment, SandboxedFormatter
@@ -290,15 +289,17 @@ class Sizes:
             raise OutOfBounds(f"makes an indent of more than {_MAX_INDENT}")
         return self.written(
             value,
-            functools.partial(json.dumps, ensure_ascii=ensure_ascii),
+            encode_basestring_ascii if ensure_ascii else encode_basestring,
             per_item=(2 if separators is None else max(map(len, separators))) + 1,
             per_level=step,
         )
 
     def _spelled(self, text: str, spell: Callable[[str], str]) -> int:
         """The length of ``spell(text)``, in pieces, as that may be much longer than the text."""
+        if len(text) <= _PIECE:
+            return len(spell(text))
         size = text.count("'") if '"' in text else 0  # which ``repr`` escapes then
-        for start in range(0, len(text) or 1, _PIECE):
+        for start in range(0, len(text), _PIECE):
             size += len(spell(text[start : start + _PIECE]))
             if size > self._max_size:
                 break

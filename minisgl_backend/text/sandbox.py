@@ -131,10 +131,10 @@ class Sandbox(ImmutableSandboxedEnvironment):
         pass_argument = self._what_jinja_passes(function)
 
         @pass_context
-        def bounded(context: Context, value: Any, /, *args: Any) -> Any:
+        def bounded(context: Context, value: Any, /, *args: Any, **kwargs: Any) -> Any:
             context[self.meter_name](0)
             self.sizes.check_test(name, value)
-            return function(*pass_argument(context), value, *args)
+            return function(*pass_argument(context), value, *args, **kwargs)
 
         return bounded
 

@@ -259,10 +259,11 @@ class Sizes:
         return len(text) + num_found * (len(new) - len(old))
 
     def _replaced_in(self, text: str, old: str, new: str, count: int = -1) -> int:
-        if isinstance(text, Markup):
-            self.check(max(self._escaped(old), self._escaped(new)))
-            old, new = escape(old), escape(new)
-        return self._replaced(text, old, new, count)
+        if not isinstance(text, Markup):
+            return self._replaced(text, old, new, count)
+        self.check(max(self._escaped(old), self._escaped(new)))
+        searched = (old, escape(old))  # the former since markupsafe 3
+        return max(self._replaced(text, each, escape(new), count) for each in searched)
 
     def _indented(
         self, value: Any, width: int | str = 4, first: bool = False, blank: bool = False

@@ -21,8 +21,12 @@ MANY = f"([{LONG}] * 9999)"
 """A list that is small, but whose text is not."""
 
 
+def to_json(value: Any, **how: Any) -> str:
+    return json.dumps(value, **{"ensure_ascii": False, **how})
+
+
 def rendered(source: str, **variables: Any) -> str:
-    sandbox = Sandbox(MAX_SIZE, {"tojson": json.dumps})
+    sandbox = Sandbox(MAX_SIZE, {"tojson": to_json})
     meter = Meter(time.monotonic, 60.0, 4 * MAX_SIZE)
     return str(sandbox.compiled(source).render({sandbox.meter_name: meter, **variables}))
 
@@ -78,7 +82,7 @@ def rendered(source: str, **variables: Any) -> str:
         "{{ ('<' * 9999) | escape }}",
         "{{ ('a' | safe) + '<' * 9999 }}",
         "{{ ('a' | safe).replace('a', '<' * 9999) }}",
-        f"{{{{ (('&lt;' * 2000) | safe).replace('<', {LONG}) }}}}",
+        f"{{{{ (('<' * 2000) | safe).replace('<', {LONG}) }}}}",
         "{{ ('<' * 9999) | truncate(9990, true, 'a' | safe) }}",
         "{{ ('<' * 9999) | indent('a' | safe, blank=true) }}",
         "{{ ('%s' | safe) | format('<' * 9999) }}",
@@ -178,6 +182,7 @@ def test_what_is_too_large_is_never_made(source: str) -> None:
         "{{ x.upper() }}{{ 'ÄB'.title() }}{{ 'a\\tb'.expandtabs() }}{{ x.center(9, '*') }}",
         "{{ '7'.zfill(3) }}{{ ' a b '.strip().split(' ') }}{{ 'ab'.startswith('a') }}",
         "{{ '-'.join(['a', 'b']) }}{{ ['a'] | map('upper') | list }}{{ 'A' is upper }}",
+        "{{ 6 is divisibleby(num=3) }}{{ 'a' is in(['a']) }}{{ nothing is defined }}",
         "{{ [1, 2] | select('odd') | list }}{{ [{'a': 1}] | selectattr('a', 'eq', 1) | list }}",
         "{{ 2 ** 64 * 2 ** 64 }}{{ 3 * 'ab' }}{{ [1] * 2 }}{{ (1, 2) + (3,) }}{{ 7 % 4 }}",
         "{{ x | truncate(3, true, '') }}{{ x | string | length }}{{ '5' | int + 1 }}",
@@ -186,7 +191,7 @@ def test_what_is_too_large_is_never_made(source: str) -> None:
 )
 def test_all_else_is_as_in_jinja(source: str) -> None:
     plain = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-    plain.filters["tojson"] = json.dumps
+    plain.filters["tojson"] = to_json
     assert rendered(source, x="abcäa") == plain.from_string(source).render(x="abcäa")
 
 
@@ -241,3 +246,63 @@ def test_time_is_bounded_in_filters_that_call_others(source: str) -> None:
 def test_escapes_cannot_be_turned_on() -> None:
     with pytest.raises(TemplateSyntaxError, match="autoescape is not supported"):
         Sandbox(MAX_SIZE, {}).compiled("{% autoescape true %}{{ x }}{% endautoescape %}")
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "a + b",
+        "a * 3",
+        "[a] * 30",
+        "a ~ b ~ c",
+        "[a, c] ~ ''",
+        "c | string",
+        "c.values() ~ ''",
+        "c | tojson",
+        "c | tojson(indent=3)",
+        "c | tojson(indent=0, separators=('', ''))",
+        "c | tojson(ensure_ascii=true)",
+        "a | replace('é', b)",
+        "a | replace(new=b, old='é', count=1)",
+        "a.replace('', b)",
+        "a | indent(7, true, true)",
+        "a | indent(b)",
+        "a | e",
+        "a.upper()",
+        "a | title",
+        "'x'.center(50)",
+        "'x' | center",
+        "'x'.zfill(50)",
+        "'\ta\t'.expandtabs()",
+        "[a, b, c] | join(b)",
+        "b.join([a, b])",
+        "'%9s %-90s %r %a' % (a, b, a, a)",
+        "'%.50f %30d %x' % (1.5, 7, 2**64)",
+        "'%(a)s %(c)s' | format(a=a, c=c)",
+        "'{:>90} {!r} {!a}'.format(b, a, a)",
+        "'{:.50f} {:_b} {:,}'.format(1.5, 2**64, 2**64)",
+        "'{a} {c[key]}'.format_map({'a': a, 'c': c})",
+        "(a | safe) + b",
+        "('%s' | safe) % b",
+        "('<' | safe).replace('<', b)",
+        "[[1], [2]] | sum(start=[0])",
+    ],
+)
+def test_what_is_predicted_is_as_large_as_what_is_made_and_not_much_larger(
+    expression: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Sandbox, "_checked", lambda _, value: value)
+    monkeypatch.setattr(Sandbox, "_write", lambda *_: "")
+    given = {"a": "é<\"'\n\0\U0001f600ß\u2028", "b": "<&" * 9}
+    variables = {**given, "c": {"key": [given["a"], None, True, -1.5, {}], "": 2**70}}
+
+    def made(max_size: int) -> Any:
+        sandbox = Sandbox(max_size, {"tojson": to_json})
+        meter = Meter(time.monotonic, 60.0, 10**6)
+        program = sandbox.compiled("{% set made = (" + expression + ") %}")
+        return program.make_module({sandbox.meter_name: meter, **variables}).made
+
+    size = len(made(10**6))
+    with pytest.raises(OutOfBounds):
+        made(size - 1)
+    assert len(made(5 * size + 500)) == size

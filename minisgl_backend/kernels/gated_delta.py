@@ -68,7 +68,9 @@ class DeltaWeights:
     ``log_rates`` of the decay and ``biases`` are [num_heads]. If each dimension of a key decays by
     itself, ``biases`` are [num_heads, key_dim]; then all heads have keys. ``norm`` [value_dim] is
     the weight of the output's norm, and ``eps`` that norm's. Rates are up to ``rate_scale``, at
-    most 2. The output's gates are SiLU or, if they are ``sigmoid_gates``, sigmoids.
+    most 2. The output's gates are SiLU or, if they are ``sigmoid_gates``, sigmoids. Logs of decays
+    are minus a softplus, times the rates; with a ``least_decay``, which is below 0, they are that
+    times a sigmoid, whose argument is multiplied by the rates.
     """
 
     num_key_heads: int
@@ -79,6 +81,7 @@ class DeltaWeights:
     eps: float
     rate_scale: float = 1.0
     sigmoid_gates: bool = False
+    least_decay: float | None = None
 
     @property
     def by_dimension(self) -> bool:
@@ -138,6 +141,7 @@ def delta_step(
         num_key_heads=weights.num_key_heads,
         eps=weights.eps,
         rate_scale=weights.rate_scale,
+        least_decay=weights.least_decay,
         by_dimension=weights.by_dimension,
         sigmoid_gates=weights.sigmoid_gates,
         pdl=pdl,
@@ -189,6 +193,7 @@ def delta_checks(
         positions,
         eps=weights.eps,
         rate_scale=weights.rate_scale,
+        least_decay=weights.least_decay,
         sigmoid_gates=weights.sigmoid_gates,
         pdl=pdl,
     )
@@ -217,6 +222,7 @@ def delta_runs(
         runs.blocks,
         (weights.num_key_heads, *states.matrices.shape[1:]),
         rate_scale=weights.rate_scale,
+        least_decay=weights.least_decay,
     )
     launch_chain(
         out,
@@ -312,8 +318,13 @@ def _rates(inputs: DeltaInputs, weights: DeltaWeights) -> tuple[Tensor, Tensor]:
     """The log of each head's decay, float32 [num_tokens, num_heads] or [num_tokens, num_heads,
     key_dim], and the rate at which it learns, float32 [num_tokens, num_heads]."""
     a, b = inputs.a.float() + weights.biases.float(), inputs.b.float()
-    of_heads = -weights.log_rates.float().exp()
-    decays = (of_heads[:, None] if weights.by_dimension else of_heads) * F.softplus(a)
+    factors = weights.log_rates.float().exp()
+    if weights.by_dimension:
+        factors = factors[:, None]
+    if weights.least_decay is None:
+        decays = -factors * F.softplus(a)
+    else:
+        decays = weights.least_decay * (factors * a).sigmoid()
     return decays, weights.rate_scale * b.sigmoid()
 
 

@@ -30,14 +30,21 @@ SHAPES = [(2, 24), (2, 64)] if is_interpreted() else [(2, 24), (3, 64), (32, 128
 
 
 def made_weights(
-    shape: tuple[int, int], device: torch.device, dtype: torch.dtype, *, width: int = 4
+    shape: tuple[int, int],
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    width: int = 4,
+    least_decay: float | None = None,
 ) -> DeltaWeights:
     heads, dim = shape
     conv = torch.randn(3 * heads * dim, width, device=device).to(dtype)
     rates = torch.randn(heads, device=device).to(dtype)
     biases = torch.randn(heads, dim, device=device).to(dtype)
     norm = (1 + 0.1 * torch.randn(dim, device=device)).to(dtype)
-    return DeltaWeights(heads, conv, rates, biases, norm, 1e-6, sigmoid_gates=True)
+    return DeltaWeights(
+        heads, conv, rates, biases, norm, 1e-6, sigmoid_gates=True, least_decay=least_decay
+    )
 
 
 def made_inputs(
@@ -75,8 +82,12 @@ def made_states(
 
 
 @pytest.mark.parametrize(
-    ("shape", "width", "state_dtype"),
-    [*product(SHAPES, [2, 4], [torch.float32]), *product(SHAPES[:2], [4], OF_16_BITS)],
+    ("shape", "width", "state_dtype", "least_decay"),
+    [
+        *product(SHAPES, [2, 4], [torch.float32], [None]),
+        *product(SHAPES[:2], [4], OF_16_BITS, [None]),
+        *product(SHAPES, [4], [torch.float32], [-5.0]),
+    ],
 )
 def test_kimi_step(
     device: torch.device,
@@ -84,10 +95,11 @@ def test_kimi_step(
     shape: tuple[int, int],
     width: int,
     state_dtype: torch.dtype,
+    least_decay: float | None,
 ) -> None:
     """Each step finds the states of the one before; steps alternate between few rows and more, for
     which the kernel has another form."""
-    weights = made_weights(shape, device, dtype, width=width)
+    weights = made_weights(shape, device, dtype, width=width, least_decay=least_decay)
     states, wanted = made_states(shape, 6, device, dtype, width=width, state_dtype=state_dtype)
     begun = states.matrices.clone()
     few = torch.tensor([4, -1, 2], device=device)
@@ -107,8 +119,12 @@ def test_kimi_step(
 
 
 @pytest.mark.parametrize(
-    ("shape", "width", "state_dtype"),
-    [*product(SHAPES, [2, 4], [torch.float32]), *product(SHAPES[:2], [4], OF_16_BITS)],
+    ("shape", "width", "state_dtype", "least_decay"),
+    [
+        *product(SHAPES, [2, 4], [torch.float32], [None]),
+        *product(SHAPES[:2], [4], OF_16_BITS, [None]),
+        *product(SHAPES, [4], [torch.float32], [-5.0]),
+    ],
 )
 def test_kimi_checks(
     device: torch.device,
@@ -116,9 +132,10 @@ def test_kimi_checks(
     shape: tuple[int, int],
     width: int,
     state_dtype: torch.dtype,
+    least_decay: float | None,
 ) -> None:
     """Checks beside padding, whose first tokens count; states change only then."""
-    weights = made_weights(shape, device, dtype, width=width)
+    weights = made_weights(shape, device, dtype, width=width, least_decay=least_decay)
     states, wanted = (
         with_room(of)
         for of in made_states(shape, 6, device, dtype, width=width, state_dtype=state_dtype)
@@ -129,10 +146,11 @@ def test_kimi_checks(
 
 
 @pytest.mark.parametrize(
-    ("shape", "runs", "padding", "state_dtype"),
+    ("shape", "runs", "padding", "state_dtype", "least_decay"),
     [
-        *product(SHAPES, RUNS, [0, 3], [torch.float32]),
-        *product(SHAPES[:2], RUNS[-1:], [0], OF_16_BITS),
+        *product(SHAPES, RUNS, [0, 3], [torch.float32], [None]),
+        *product(SHAPES[:2], RUNS[-1:], [0], OF_16_BITS, [None]),
+        *product(SHAPES, RUNS[-1:], [0], [torch.float32], [-5.0]),
     ],
 )
 def test_kimi_runs(
@@ -142,12 +160,13 @@ def test_kimi_runs(
     runs: tuple[Run, ...],
     padding: int,
     state_dtype: torch.dtype,
+    least_decay: float | None,
 ) -> None:
     end = runs[-1].end
     table = runs_table(runs, num_blocks(runs) + padding, len(runs) + padding, end=end)
     many = Runs.over(torch.from_numpy(table).to(device), len(runs) + padding)
     inputs = made_inputs(shape, end + 9 * padding, device, dtype)
-    weights = made_weights(shape, device, dtype)
+    weights = made_weights(shape, device, dtype, least_decay=least_decay)
     states, wanted = made_states(shape, 8, device, dtype, state_dtype=state_dtype)
     for of_slots in (states.matrices, states.conv, wanted.matrices, wanted.conv):
         of_slots[[run.slot for run in runs if run.is_fresh]] = torch.nan  # left by another request
@@ -163,14 +182,14 @@ def test_kimi_runs(
         assert relative_error(matrix, wanted.matrices[slot]) < tolerance
 
 
-@pytest.mark.parametrize("log_rate", [-20.0, 6.0])
+@pytest.mark.parametrize(("log_rate", "least_decay"), [(-20.0, None), (6.0, None), (1.0, -20.0)])
 def test_extreme_decays_stay_finite(
-    device: torch.device, dtype: torch.dtype, log_rate: float
+    device: torch.device, dtype: torch.dtype, log_rate: float, least_decay: float | None
 ) -> None:
     """A prompt that repeats one token whose state never decays, or almost at once in some
     dimensions and hardly at all in others."""
     shape = SHAPES[0]
-    weights = made_weights(shape, device, dtype)
+    weights = made_weights(shape, device, dtype, least_decay=least_decay)
     biases = torch.linspace(-20, 20, shape[1], device=device).to(dtype).expand(shape).contiguous()
     weights = replace(weights, biases=biases)
     weights.log_rates.fill_(log_rate)

@@ -53,11 +53,16 @@ def open_gate(z, SIGMOID: tl.constexpr):
 
 
 @triton.jit
-def log_decay(a, log_rate, bias):
-    """The log of a head's decay for a token, at most 0."""
+def log_decay(a, log_rate, bias, LEAST: tl.constexpr):
+    """The log of a head's decay for a token, from ``LEAST``, if that is given, to 0."""
     a = a.to(tl.float32) + bias.to(tl.float32)
-    positive = tl.maximum(a, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(a)))  # softplus
-    return -tl.exp(log_rate.to(tl.float32)) * positive
+    rate = tl.exp(log_rate.to(tl.float32))
+    if LEAST is None:
+        softplus = tl.maximum(a, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(a)))
+        decay = -rate * softplus
+    else:
+        decay = LEAST * tl.sigmoid(rate * a)
+    return decay
 
 
 @triton.jit
@@ -129,6 +134,7 @@ def _solve_blocks(
     VP: tl.constexpr,
     TOKENS: tl.constexpr,
     RATE_SCALE: tl.constexpr,
+    LEAST: tl.constexpr,  # log of a decay, or None
     SYSTEM_KIND: tl.constexpr,  # of the operands that invert the system
     PRECISION: tl.constexpr,
 ):
@@ -164,7 +170,7 @@ def _solve_blocks(
     read = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     for head in tl.range(first, first + HEADS // KEY_HEADS, num_stages=1):
         a = tl.load(a_ptr + t * a_stride + head, mask=inside, other=0.0)
-        g = log_decay(a, tl.load(log_rates_ptr + head), tl.load(bias_ptr + head))
+        g = log_decay(a, tl.load(log_rates_ptr + head), tl.load(bias_ptr + head), LEAST)
         g = tl.cumsum(tl.where(inside, g, 0.0), axis=0)  # since the block began
         base = block * HEADS + head
         tl.store(decays_ptr + base * TOKENS + n, g)
@@ -348,6 +354,7 @@ def solve_blocks(
     shape: tuple[int, int, int, int],
     *,
     rate_scale: float,
+    least_decay: float | None,
 ) -> SolvedBlocks:
     """What of the rule does not depend on earlier states. ``channels`` have gone through the
     convolution. ``rates`` are the decay's log rates and biases; ``shape``: numbers of key heads and
@@ -379,6 +386,7 @@ def solve_blocks(
         VP=vp,
         TOKENS=BLOCK,
         RATE_SCALE=rate_scale,
+        LEAST=least_decay,
         SYSTEM_KIND=system_kind,
         PRECISION=precision,
         num_warps=4,

@@ -62,13 +62,13 @@ def _loaded(
 
 
 @triton.jit
-def _prepared(q, k, v, a, b, log_rate, bias, scale, RATE_SCALE: tl.constexpr):
+def _prepared(q, k, v, a, b, log_rate, bias, scale, RATE_SCALE: tl.constexpr, LEAST: tl.constexpr):
     """The query and the key, of unit length, the value, the log of the decay, and the rate."""
     q, k = q.to(tl.float32), k.to(tl.float32)
     q *= tl.rsqrt(tl.sum(q * q) + EPS) * scale
     k *= tl.rsqrt(tl.sum(k * k) + EPS)
     rate = tl.sigmoid(b.to(tl.float32)) * RATE_SCALE
-    return q, k, v.to(tl.float32), log_decay(a, log_rate, bias), rate
+    return q, k, v.to(tl.float32), log_decay(a, log_rate, bias, LEAST), rate
 
 
 @triton.jit(
@@ -107,6 +107,7 @@ def _check(
     PARTS: tl.constexpr,  # of a state
     EVERY: tl.constexpr,
     RATE_SCALE: tl.constexpr,
+    LEAST: tl.constexpr,  # log of a decay, or None
     BY_DIMENSION: tl.constexpr,  # each dimension of a key decays by itself
     PDL: tl.constexpr,
 ):
@@ -163,7 +164,7 @@ def _check(
     )
     keeps_decay = part == 0
     keeps_key = keeps_decay & (head % SHARING == 0)
-    q, k, v, g, rate = _prepared(q, k, v, a, b, log_rate, bias, scale, RATE_SCALE)
+    q, k, v, g, rate = _prepared(q, k, v, a, b, log_rate, bias, scale, RATE_SCALE, LEAST)
     since = g  # the check began
     for index in tl.range(length, num_stages=1):
         channels_ptr += channels_stride
@@ -193,7 +194,7 @@ def _check(
         else:
             tl.store(decays_ptr + kept * HEADS + head, since, mask=keeps_decay)
         q, k, v, g, rate = _prepared(
-            next_q, next_k, next_v, next_a, next_b, log_rate, bias, scale, RATE_SCALE
+            next_q, next_k, next_v, next_a, next_b, log_rate, bias, scale, RATE_SCALE, LEAST
         )
         since += g
 
@@ -251,6 +252,7 @@ def launch_checks(
     *,
     eps: float,
     rate_scale: float,
+    least_decay: float | None,
     sigmoid_gates: bool,
     pdl: bool,
 ) -> None:
@@ -301,6 +303,7 @@ def launch_checks(
         PARTS=parts,
         EVERY=WHOLE_EVERY,
         RATE_SCALE=rate_scale,
+        LEAST=least_decay,
         BY_DIMENSION=biases.dim() == 2,
         PDL=pdl,
         num_warps=1,

@@ -75,6 +75,7 @@ def _step(
     WIDTH: tl.constexpr,  # of the convolution
     EVERY: tl.constexpr,
     RATE_SCALE: tl.constexpr,
+    LEAST: tl.constexpr,  # log of a decay, or None
     BY_DIMENSION: tl.constexpr,  # each dimension of a key decays by itself
     SIGMOID: tl.constexpr,  # the gates
     FEW: tl.constexpr,  # see _FEW_ROWS
@@ -136,10 +137,11 @@ def _step(
     rate = tl.sigmoid(tl.load(b_ptr + row * b_stride + head).to(tl.float32)) * RATE_SCALE
     if BY_DIMENSION:
         a = tl.load(a_ptr + row * a_stride + head * K + i, mask=in_k, other=0.0)
-        state *= tl.exp(log_decay(a, log_rate, bias))[:, None]
+        state *= tl.exp(log_decay(a, log_rate, bias, LEAST))[:, None]
         decay = 1.0
     else:
-        decay = tl.exp(log_decay(tl.load(a_ptr + row * a_stride + head), log_rate, bias))
+        a = tl.load(a_ptr + row * a_stride + head)
+        decay = tl.exp(log_decay(a, log_rate, bias, LEAST))
     q = conv_ended(q_begun, q_own, q_input)
     k = conv_ended(k_begun, k_own, k_input)
     v = conv_ended(v_begun, v_own, v_input)
@@ -198,6 +200,7 @@ def launch_step(
     num_key_heads: int,
     eps: float,
     rate_scale: float,
+    least_decay: float | None,
     by_dimension: bool,
     sigmoid_gates: bool,
     pdl: bool,
@@ -243,6 +246,7 @@ def launch_step(
         WIDTH=conv.shape[1],
         EVERY=WHOLE_EVERY,
         RATE_SCALE=rate_scale,
+        LEAST=least_decay,
         BY_DIMENSION=by_dimension,
         SIGMOID=sigmoid_gates,
         FEW=num_rows <= _FEW_ROWS,

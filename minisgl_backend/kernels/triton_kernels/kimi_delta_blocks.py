@@ -54,6 +54,7 @@ def _solve_kimi_blocks(
     VP: tl.constexpr,
     TOKENS: tl.constexpr,
     RATE_SCALE: tl.constexpr,
+    LEAST: tl.constexpr,  # log of a decay, or None
     SYSTEM_KIND: tl.constexpr,  # of the operands that invert the system
     PRECISION: tl.constexpr,
 ):
@@ -95,7 +96,7 @@ def _solve_kimi_blocks(
     of_head = head * K + i
     a = tl.load(a_ptr + t[:, None] * a_stride + of_head[None, :], mask=in_keys, other=0.0)
     bias = tl.load(bias_ptr + of_head, mask=i < K, other=0.0)
-    g = log_decay(a, tl.load(log_rates_ptr + head), bias[None, :])
+    g = log_decay(a, tl.load(log_rates_ptr + head), bias[None, :], LEAST)
     tl.store(decays_ptr + tile, tl.cumsum(tl.where(in_keys, g, 0.0), axis=0))
     tl.debug_barrier()
 
@@ -155,6 +156,7 @@ def solve_kimi_blocks(
     shape: tuple[int, int, int, int],
     *,
     rate_scale: float,
+    least_decay: float | None,
 ) -> SolvedBlocks:
     """As ``gated_delta_blocks.solve_blocks``, with ``a`` [num_tokens, num_heads, key_dim] and
     biases [num_heads, key_dim]."""
@@ -188,6 +190,7 @@ def solve_kimi_blocks(
         VP=solved.written.shape[3],
         TOKENS=BLOCK,
         RATE_SCALE=rate_scale,
+        LEAST=least_decay,
         SYSTEM_KIND=system_kind,
         PRECISION=precision,
         num_warps=4,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -132,6 +133,45 @@ def made_inputs(draw: torch.Generator, num_tokens: int, weights: DeltaWeights) -
     z = torch.randn(num_tokens, HEADS, VALUE_DIM, generator=draw)
     a, b = (torch.randn(num_tokens, *of, generator=draw) for of in (weights.biases.shape, (HEADS,)))
     return DeltaInputs(x, z, a, b)
+
+
+@pytest.mark.parametrize("least_decay", [None, -5.0])
+def test_decays_are_those_of_transformers(least_decay: float | None) -> None:
+    """Without a least one, or with one. Tokens that learn nothing leave states of ones with what
+    the decays leave."""
+    bailing: Any = pytest.importorskip("transformers.models.bailing_hybrid.modeling_bailing_hybrid")
+    draw = torch.Generator().manual_seed(6)
+    config = bailing.BailingHybridConfig(
+        hidden_size=12,
+        num_attention_heads=HEADS,
+        head_dim=KEY_DIM,
+        kda_safe_gate=least_decay is not None,
+        kda_lower_bound=least_decay or -1.0,
+    )
+    gate = bailing.BailingHybridForgetGate(config)
+    x = torch.randn(5, 12, generator=draw)
+    for parameter in gate.parameters():
+        parameter.data.normal_(generator=draw)
+    weights = replace(
+        made_weights(draw, by_dimension=True),
+        log_rates=gate.A_log.data,
+        biases=gate.dt_bias.data.view(HEADS, KEY_DIM),
+        least_decay=least_decay,
+    )
+    expected = gate(x[None])[0]
+    a = gate.f_proj(x).view(-1, HEADS, KEY_DIM)
+    made = made_inputs(draw, 5, weights)
+    states = DeltaStates(
+        torch.zeros(5, len(weights.conv), 3),
+        torch.ones(5, HEADS, KEY_DIM, VALUE_DIM),
+        PendingUpdates.none(5, HEADS, HEADS, KEY_DIM, VALUE_DIM),
+        torch.zeros(5, HEADS, dtype=torch.int32),
+    )
+    never = torch.full_like(made.b, -torch.inf)
+    slots = torch.arange(5)
+    delta_step(made.z.clone(), replace(made, a=a, b=never), weights, states, slots, slots)
+    left = expected.exp()[..., None].expand_as(states.matrices)
+    torch.testing.assert_close(states.matrices, left)
 
 
 @pytest.mark.parametrize("by_dimension", [False, True])

@@ -7,10 +7,10 @@ architectures spell config.json.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.gates import ClampedGate, Gate
+from minisgl_backend.gates import ClampedGate, ExpertsGate, Gate, LimitedGate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,12 +75,14 @@ class SharedExpert:
     """A feed-forward block that every token takes in addition to its experts.
 
     ``name`` is its name in the checkpoint. With ``gated``, its result is multiplied by the sigmoid
-    of one more projection of the token, which is named ``name`` with ``_gate`` appended.
+    of one more projection of the token, which is named ``name`` with ``_gate`` appended. ``limit``
+    is that of a ``LimitedGate``; None: the block has the gate of experts, without their limit.
     """
 
     name: str
     intermediate_size: int
     gated: bool = False
+    limit: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +102,7 @@ class ExpertsSpec:
     routing: RoutingRule
     intermediate_size: int
     shared: SharedExpert | None = None
-    gate: Gate | ClampedGate | None = "silu"
+    gate: ExpertsGate | None = "silu"
     biases: bool = False
     router: str = "gate"
     interleaved: bool = False
@@ -113,6 +115,21 @@ class ExpertsSpec:
                 f"num_experts_per_tok must be 1, got {self.routing.top_k}: of several experts of a "
                 "token each would read another input"
             )
+
+    def limited(self, of_experts: float | None, of_shared: float | None) -> ExpertsSpec:
+        """The same with limits of gates, which are by SiLU, of experts and of ``shared``."""
+        assert self.gate == "silu"
+        shared = None if self.shared is None else replace(self.shared, limit=of_shared)
+        gate = self.gate if of_experts is None else LimitedGate(of_experts)
+        return replace(self, gate=gate, shared=shared)
+
+    @property
+    def gate_of_shared(self) -> Gate | LimitedGate | None:
+        """The gate of ``shared``."""
+        assert self.shared is not None and not isinstance(self.gate, ClampedGate)
+        if self.shared.limit is not None:
+            return LimitedGate(self.shared.limit)
+        return "silu" if isinstance(self.gate, LimitedGate) else self.gate
 
     @property
     def num_experts(self) -> int:

@@ -28,3 +28,15 @@ class ClampedGate:
 
     alpha: float
     limit: float
+
+
+@dataclass(frozen=True, slots=True)
+class LimitedGate:
+    """That of some layers of Ling 3.0: up * silu(gate), with silu(gate) at most ``limit`` and up
+    within ``limit`` of 0."""
+
+    limit: float
+
+
+ExpertsGate: TypeAlias = Gate | ClampedGate | LimitedGate
+"""What gates of experts may be."""

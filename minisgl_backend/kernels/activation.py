@@ -12,11 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minisgl_backend.gates import Gate, OutputGate
+from minisgl_backend.gates import Gate, LimitedGate, OutputGate
 from minisgl_backend.kernels.dispatch import at_least_float32, use_triton
 
 
-def gate_mul(gate: Tensor, up: Tensor, function: Gate, *, pdl: bool = False) -> Tensor:
+def gate_mul(
+    gate: Tensor, up: Tensor, function: Gate | LimitedGate, *, pdl: bool = False
+) -> Tensor:
     """``function``(gate) * up in float32, rounded once.
 
     ``gate``, ``up`` [num_tokens, size], whose rows may be strided. Returns [num_tokens, size].
@@ -26,24 +28,28 @@ def gate_mul(gate: Tensor, up: Tensor, function: Gate, *, pdl: bool = False) -> 
     from minisgl_backend.kernels.triton_kernels.layer_kernels import launch_gated_mul
 
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-    launch_gated_mul(out, gate, up, gelu=function == "gelu", pdl=pdl)
+    limit = function.limit if isinstance(function, LimitedGate) else None
+    launch_gated_mul(out, gate, up, gelu=function == "gelu", limit=limit, pdl=pdl)
     return out
 
 
-def gate_mul_reference(gate: Tensor, up: Tensor, function: Gate) -> Tensor:
+def gate_mul_reference(gate: Tensor, up: Tensor, function: Gate | LimitedGate) -> Tensor:
     """The twin of ``gate_mul``; float64 stays float64."""
     wide = at_least_float32(gate)
+    if isinstance(function, LimitedGate):
+        limit = function.limit
+        return F.silu(wide).clamp(max=limit).mul_(up.clamp(-limit, limit)).to(gate.dtype)
     opened = F.silu(wide) if function == "silu" else F.gelu(wide, approximate="tanh")
     return opened.mul_(up).to(gate.dtype)
 
 
-def open_gates(gate_up: Tensor, gate: Gate, *, pdl: bool = False) -> Tensor:
+def open_gates(gate_up: Tensor, gate: Gate | LimitedGate, *, pdl: bool = False) -> Tensor:
     """The same for ``gate_up`` [num_tokens, 2 * size]: the gates, then the ups."""
     closed, up = gate_up.chunk(2, dim=-1)
     return gate_mul(closed, up, gate, pdl=pdl)
 
 
-def open_gates_reference(gate_up: Tensor, gate: Gate) -> Tensor:
+def open_gates_reference(gate_up: Tensor, gate: Gate | LimitedGate) -> Tensor:
     """The twin of ``open_gates``."""
     closed, up = gate_up.chunk(2, dim=-1)
     return gate_mul_reference(closed, up, gate)

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minisgl_backend.gates import ClampedGate, Gate
+from minisgl_backend.gates import ClampedGate, ExpertsGate
 from minisgl_backend.kernels.activation import activate_reference, open_gates_reference
 from minisgl_backend.kernels.dispatch import at_least_float32, use_triton
 from minisgl_backend.kernels.packed_weight import (
@@ -48,7 +48,7 @@ class ExpertWeights:
     down: Tensor | QuantizedWeight | PackedWeight
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
-    gate: Gate | ClampedGate | None = "silu"
+    gate: ExpertsGate | None = "silu"
 
     @property
     def num_experts(self) -> int:
@@ -273,7 +273,7 @@ def fused_experts_reference(x: Tensor, experts: ExpertWeights, choices: Choices)
     return out.to(x.dtype)
 
 
-def _opened(both: Tensor, gate: Gate | ClampedGate | None) -> Tensor:
+def _opened(both: Tensor, gate: ExpertsGate | None) -> Tensor:
     """The gated values of ``both`` [count, 2 * inner size], gates first; without a gate the squares
     of ReLU of [count, inner size]."""
     if gate is None:

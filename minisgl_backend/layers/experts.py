@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from minisgl_backend.experts_spec import ExpertsSpec
-from minisgl_backend.gates import ClampedGate
+from minisgl_backend.gates import LimitedGate
 from minisgl_backend.kernels import expert_cut
 from minisgl_backend.kernels.adapters import AdaptedTokens
 from minisgl_backend.kernels.experts import (
@@ -30,7 +30,7 @@ from minisgl_backend.kernels.experts import (
 )
 from minisgl_backend.kernels.routing import NO_EXTRAS, Choices, RouterExtras
 from minisgl_backend.layers.expert_memory import ExpertMemory
-from minisgl_backend.layers.feed_forward import GatedMLP, UngatedMLP
+from minisgl_backend.layers.feed_forward import GatedMLP, LimitedMLP, UngatedMLP
 from minisgl_backend.layers.linear import MergedColumnLinear
 from minisgl_backend.layers.norm import Normed, RMSNorm, add_sum
 from minisgl_backend.layers.quantized_matrix import Matrices
@@ -74,14 +74,15 @@ class ExpertsMLP(nn.Module):
         self.group, self.fused, self.spec = group, fused, spec
         self._is_invariant = False
         self.router = Router(f"{name}.{spec.router}", hidden_size, spec, matrices)
-        self.shared: GatedMLP | UngatedMLP | None = None
+        self.shared: GatedMLP | LimitedMLP | UngatedMLP | None = None
         self.shared_gate: nn.Parameter | None = None
         if (shared := spec.shared) is not None:
-            assert not isinstance(spec.gate, ClampedGate)
-            make: partial[GatedMLP] | partial[UngatedMLP]
-            make = partial(UngatedMLP, activation="relu2")
-            if spec.gate is not None:
-                make = partial(GatedMLP, gate=spec.gate)
+            make: partial[GatedMLP] | partial[LimitedMLP] | partial[UngatedMLP]
+            make, gate = partial(UngatedMLP, activation="relu2"), spec.gate_of_shared
+            if isinstance(gate, LimitedGate):
+                make = partial(LimitedMLP, gate=gate)
+            elif gate is not None:
+                make = partial(GatedMLP, gate=gate)
             self.shared = make(
                 f"{name}.{shared.name}",
                 hidden_size,
@@ -121,7 +122,8 @@ class ExpertsMLP(nn.Module):
     def _like_experts(self) -> GatedMLP | None:
         """The MLP that all tokens take, unless it reads other rows or computes anything other than
         experts do."""
-        is_alike = self.into_latent is None and not self.spec.scales_inputs
+        is_limited = isinstance(self.spec.gate, LimitedGate)
+        is_alike = self.into_latent is None and not (self.spec.scales_inputs or is_limited)
         return self.shared if is_alike and isinstance(self.shared, GatedMLP) else None
 
     def lay_out(self) -> None:

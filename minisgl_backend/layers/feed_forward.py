@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor, nn
 
-from minisgl_backend.gates import Activation, Gate
-from minisgl_backend.kernels.activation import activate, xielu
+from minisgl_backend.gates import Activation, Gate, LimitedGate
+from minisgl_backend.kernels.activation import activate, open_gates, xielu
 from minisgl_backend.kernels.adapters import AdaptedTokens
 from minisgl_backend.layers.linear import MergedColumnLinear, RowLinear
 from minisgl_backend.layers.norm import Normed, RMSNorm
@@ -120,6 +120,48 @@ class GatedMLP(_MLP):
 
     def _inner(self, x: Normed, *, pdl: bool, adapted: AdaptedTokens | None) -> Normed:
         return self.gate_up_proj.for_next(x, pdl=pdl, adapted=adapted)
+
+
+class LimitedMLP(_MLP):
+    """The same with a limit: a kernel of its own opens the gates (``FeedForward``)."""
+
+    def __init__(
+        self,
+        name: str,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        bias: bool,
+        group: Group,
+        matrices: Matrices,
+        gate: LimitedGate,
+    ):
+        """``name`` is the module's in the checkpoint."""
+        super().__init__()
+        share = even_share(intermediate_size, group, "intermediate_size")
+        self._gate = gate
+        self.gate_up_proj = MergedColumnLinear(
+            name,
+            hidden_size,
+            {"gate_proj": share, "up_proj": share},
+            bias=bias,
+            matrices=matrices,
+        )
+        self.down_proj = RowLinear(
+            f"{name}.down_proj",
+            intermediate_size,
+            hidden_size,
+            bias=bias,
+            group=group,
+            matrices=matrices,
+        )
+
+    def rounding(self, num_tokens: int) -> int | None:
+        return self.gate_up_proj.matrix.rounding(num_tokens)
+
+    def _inner(self, x: Normed, *, pdl: bool, adapted: AdaptedTokens | None) -> Normed:
+        both = self.gate_up_proj(x, pdl=pdl, adapted=adapted)
+        return Normed(open_gates(both, self._gate, pdl=pdl))
 
 
 class UngatedMLP(_MLP):

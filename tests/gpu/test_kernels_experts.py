@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minisgl_backend.experts_spec import RoutingRule
-from minisgl_backend.gates import ClampedGate, Gate
+from minisgl_backend.gates import ClampedGate, ExpertsGate, Gate, LimitedGate
 from minisgl_backend.kernels import expert_cut
 from minisgl_backend.kernels.activation import open_gates_reference
 from minisgl_backend.kernels.dispatch import is_interpreted
@@ -55,7 +55,7 @@ def expected_rows(
     ids: Tensor,
     top_k: int,
     *,
-    gate: Gate | ClampedGate | None,
+    gate: ExpertsGate | None,
     bias: Tensor | None = None,
 ) -> Tensor:
     """Row p is x[p // top_k] through the expert of pair p, in float32."""
@@ -173,9 +173,9 @@ def test_grouped_gemms(device: torch.device, form: str, cut: ExpertCut, num_toke
 @needs_hopper
 @pytest.mark.parametrize("form", ["bf16", "fp8", "fp8 rows"])
 @pytest.mark.parametrize("num_tokens", [1, 70, 300, 1500])
-@pytest.mark.parametrize("gate", ["silu", "gelu"])
+@pytest.mark.parametrize("gate", ["silu", "gelu", LimitedGate(0.5)], ids=str)
 def test_grouped_gemms_of_many_rows(
-    device: torch.device, form: str, num_tokens: int, gate: Gate
+    device: torch.device, form: str, num_tokens: int, gate: Gate | LimitedGate
 ) -> None:
     """Weights in float8 multiply rows that are rounded to 8 bits; also with all tokens at the same
     experts, and with rows that are multiplied by factors."""
@@ -254,12 +254,15 @@ def test_sizes_that_no_tile_divides(
 
 
 @needs_hopper
-def test_grouped_gemms_of_rows_whose_norm_is_half_done(device: torch.device) -> None:
+@pytest.mark.parametrize("gate", ["silu", LimitedGate(0.5)], ids=str)
+def test_grouped_gemms_of_rows_whose_norm_is_half_done(
+    device: torch.device, gate: Gate | LimitedGate
+) -> None:
     from minisgl_backend.kernels.cuda.experts import GroupedKernel
 
     (gate_up, plain), _ = weights("bf16", device)
     cut = ExpertCut(64, 8, 8)
-    kernel = GroupedKernel(plain.shape, device, codes=None, gate="silu", cuts=[cut])
+    kernel = GroupedKernel(plain.shape, device, codes=None, gate=gate, cuts=[cut])
     ids, x = chosen(9, device), torch.randn(9, HIDDEN_SIZE, device=device).bfloat16()
     factors = torch.rand(9, device=device)
     aligned = align(ids, NUM_EXPERTS, 8)
@@ -273,7 +276,7 @@ def test_grouped_gemms_of_rows_whose_norm_is_half_done(device: torch.device) -> 
         top_k=TOP_K,
         factors=factors,
     )
-    expected = expected_rows(x.float() * factors[:, None], plain, ids, TOP_K, gate="silu")
+    expected = expected_rows(x.float() * factors[:, None], plain, ids, TOP_K, gate=gate)
     assert_close(actual, expected.bfloat16())
 
 
@@ -297,15 +300,15 @@ def test_grouped_gemms_of_rows_whose_norm_is_half_done(device: torch.device) -> 
 @pytest.mark.parametrize("num_tokens", [1, 3])
 @pytest.mark.parametrize(
     "gate",
-    ["silu", "gelu", ClampedGate(alpha=1.702, limit=1.5)],
-    ids=["silu", "gelu", "clamped"],
+    ["silu", "gelu", ClampedGate(alpha=1.702, limit=1.5), LimitedGate(0.5)],
+    ids=["silu", "gelu", "clamped", "limited"],
 )
 def test_few_tokens(
     device: torch.device,
     form: str,
     sizes: tuple[int, int],
     num_tokens: int,
-    gate: Gate | ClampedGate,
+    gate: ExpertsGate,
 ) -> None:
     """Behind gpt-oss's gate with a factor, biases, an expert that is not here and one that all
     tokens take; NaN lies next to the rows of x."""

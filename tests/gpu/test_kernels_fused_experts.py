@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from minisgl_backend.gates import ClampedGate
+from minisgl_backend.gates import ClampedGate, ExpertsGate, LimitedGate
 from minisgl_backend.kernels.experts import ExpertWeights, fused_experts, fused_experts_reference
 from minisgl_backend.kernels.routing import Choices
 from tests.gpu.compare import assert_close
@@ -58,11 +58,14 @@ def test_biases_and_a_clamped_gate(
     check(x, experts, choices_of(num_tokens, 8, 2, device))
 
 
+@pytest.mark.parametrize("gate", ["gelu", LimitedGate(0.5)], ids=str)
 @pytest.mark.parametrize("num_tokens", [1, 40])
-def test_a_gate_of_gelu(device: torch.device, dtype: torch.dtype, num_tokens: int) -> None:
+def test_other_gates(
+    device: torch.device, dtype: torch.dtype, num_tokens: int, gate: ExpertsGate
+) -> None:
     x = 3 * torch.randn(num_tokens, HIDDEN_SIZE, device=device).to(dtype)
     plain = weights_of(8, device, dtype)
-    experts = ExpertWeights(plain.gate_up, plain.down, gate="gelu")
+    experts = ExpertWeights(plain.gate_up, plain.down, gate=gate)
     check(x, experts, choices_of(num_tokens, 8, 2, device))
 
 

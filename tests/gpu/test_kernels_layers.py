@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from minisgl_backend.gates import Gate, OutputGate
+from minisgl_backend.gates import Gate, LimitedGate, OutputGate
 from minisgl_backend.kernels import (
     activation,
     embedding,
@@ -96,8 +96,10 @@ def test_fused_rms_norm_add(
 
 
 @pytest.mark.parametrize("size", [48, 3072])
-@pytest.mark.parametrize("gate", ["silu", "gelu"])
-def test_gates(device: torch.device, dtype: torch.dtype, size: int, gate: Gate) -> None:
+@pytest.mark.parametrize("gate", ["silu", "gelu", LimitedGate(0.5)], ids=str)
+def test_gates(
+    device: torch.device, dtype: torch.dtype, size: int, gate: Gate | LimitedGate
+) -> None:
     gate_up = torch.randn(7, 2 * size, device=device).to(dtype)
     expected = activation.open_gates_reference(gate_up, gate)
     assert_close(activation.open_gates(gate_up, gate), expected)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from minisgl_backend.gates import ClampedGate, Gate
+from minisgl_backend.gates import ExpertsGate
 from minisgl_backend.kernels.cuda.gates import gate_arguments, gate_macros
 from minisgl_backend.kernels.cuda.module import CudaModule, address
 from minisgl_backend.kernels.gemv_cut import ROWS, GemvCut, expert_codes_bytes
@@ -51,7 +51,7 @@ class ExpertGemv:
         device: torch.device,
         *,
         codes: CodesKind | None,
-        gate: Gate | ClampedGate | None,
+        gate: ExpertsGate | None,
         squares_relu: bool = False,
         cut: GemvCut,
     ) -> None:

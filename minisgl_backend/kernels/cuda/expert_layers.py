@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from minisgl_backend.experts_spec import RoutingRule
-from minisgl_backend.gates import ClampedGate, Gate
+from minisgl_backend.gates import ClampedGate, ExpertsGate
 from minisgl_backend.kernels import expert_cut
 from minisgl_backend.kernels.cuda.expert_gemv import ExpertGemv
 from minisgl_backend.kernels.cuda.experts import GroupedKernel
@@ -144,7 +144,7 @@ class ExpertsKernels:
         device: torch.device,
         *,
         kinds: tuple[CodesKind, CodesKind] | None,
-        gate: Gate | ClampedGate | None,
+        gate: ExpertsGate | None,
         hidden_size: int,
         wide: bool,
         shared: bool = False,
@@ -272,7 +272,7 @@ def _path_for_rows(
     device: torch.device,
     *,
     kinds: tuple[CodesKind, CodesKind] | None,
-    gate: Gate | ClampedGate | None,
+    gate: ExpertsGate | None,
 ) -> _Rows | None:
     """The path for a few tokens, if there are kernels for weights of these shapes and kinds."""
     of_up, of_down = kinds or (None, None)

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from minisgl_backend.gates import ClampedGate, Gate
+from minisgl_backend.gates import ExpertsGate
 from minisgl_backend.kernels.cuda.experts_many import rounded_rows
 from minisgl_backend.kernels.cuda.gates import gate_arguments, gate_macros
 from minisgl_backend.kernels.cuda.module import CudaKernel, CudaModule, TensorMap, address
@@ -62,7 +62,7 @@ class GroupedKernel:
         device: torch.device,
         *,
         codes: CodesKind | None,
-        gate: Gate | ClampedGate | None,
+        gate: ExpertsGate | None,
         squares_relu: bool = False,
         cuts: Sequence[ExpertCut],
     ) -> None:

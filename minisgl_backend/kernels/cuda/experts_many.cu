@@ -67,6 +67,7 @@ struct Arguments {
     int num_pairs;
     int num_blocks;
     int top_k;              // rows of the output for each row of x
+    float limit;            // of a gate that is LIMITED
 };
 
 // ---- instructions
@@ -306,14 +307,14 @@ __device__ __forceinline__ void finish_tile(
             return c[wave][4 * i + j] * ((j % 2 ? by.y : by.x) * (j / 2 ? high : low));
         };
 #if GATED
+        const auto open = [&](float gate, float value) { return opened<GATE>(gate, value, 0, args.limit); };
 #pragma unroll
         for (int q = 0; q < N / 32; ++q) {
             if (32 * q >= tile.rows) break;
             u32 fragments[4];
 #pragma unroll
             for (int i = 0; i < 4; ++i)
-                fragments[i] = pack(opened<GATE>(x(4 * q + i, 0), x(4 * q + i, 2)),
-                                    opened<GATE>(x(4 * q + i, 1), x(4 * q + i, 3)));
+                fragments[i] = pack(open(x(4 * q + i, 0), x(4 * q + i, 2)), open(x(4 * q + i, 1), x(4 * q + i, 3)));
             store_transposed(shared_address(finished + finished_at(32 * q + lane, 4 * wave + warp)), fragments);
         }
 #else

@@ -13,8 +13,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from minisgl_backend.gates import Gate
-from minisgl_backend.kernels.cuda.gates import gate_macros
+from minisgl_backend.gates import Gate, LimitedGate
+from minisgl_backend.kernels.cuda.gates import gate_arguments, gate_macros
 from minisgl_backend.kernels.cuda.module import CudaModule, TensorMap, address
 from minisgl_backend.kernels.cuda.weight_maps import WeightMaps
 from minisgl_backend.kernels.dispatch import num_processors
@@ -41,7 +41,7 @@ class _Arguments(ctypes.Structure):
         ("num_pairs", ctypes.c_int),
         ("num_blocks", ctypes.c_int),
         ("top_k", ctypes.c_int),
-        ("padding", ctypes.c_uint8 * 4),  # to the alignment of the map
+        ("limit", ctypes.c_float),
     )
 
 
@@ -55,7 +55,7 @@ class ManyRowsKernel:
         device: torch.device,
         *,
         codes: CodesKind | None,
-        gate: Gate | None,
+        gate: Gate | LimitedGate | None,
         squares_relu: bool = False,
     ) -> None:
         """``shape``: [num_experts, height, in_features], one that ``expert_cut.fits_many`` accepts;
@@ -112,6 +112,7 @@ class ManyRowsKernel:
             num_pairs=num_pairs,
             num_blocks=len(experts),
             top_k=top_k,
+            **gate_arguments(self._gate),
         )
         tiles = len(experts) * (self._height // MANY.features)
         grid = MANY.cluster * min(tiles, self._num_clusters), 1, 1

@@ -3,19 +3,23 @@ one."""
 
 from __future__ import annotations
 
-from minisgl_backend.gates import ClampedGate, Gate
+from minisgl_backend.gates import ClampedGate, ExpertsGate, LimitedGate
 
 
-def gate_macros(gate: Gate | ClampedGate | None, *, squares_relu: bool = False) -> dict[str, int]:
+def gate_macros(gate: ExpertsGate | None, *, squares_relu: bool = False) -> dict[str, int]:
     """The macros that say whether a weight has gates, and of which function. ``squares_relu``, only
     without a gate: results are squares of ReLU."""
     assert gate is None or not squares_relu
     function = 1 if isinstance(gate, ClampedGate) else 2 if gate == "gelu" else 0
     if squares_relu:
         function = 3
+    if isinstance(gate, LimitedGate):
+        function = 4
     return {"GATED": gate is not None, "GATE": function}
 
 
-def gate_arguments(gate: Gate | ClampedGate | None) -> dict[str, float]:
+def gate_arguments(gate: ExpertsGate | None) -> dict[str, float]:
     """The fields of a gate in a kernel's arguments; those left out are 0."""
+    if isinstance(gate, LimitedGate):
+        return {"limit": gate.limit}
     return {"alpha": gate.alpha, "limit": gate.limit} if isinstance(gate, ClampedGate) else {}

@@ -4,8 +4,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minisgl_backend.gates import ClampedGate, Gate
-from minisgl_backend.kernels.triton_kernels.layer_kernels import opened
+from minisgl_backend.gates import ClampedGate, ExpertsGate, LimitedGate
+from minisgl_backend.kernels.triton_kernels.layer_kernels import limited, opened
 
 
 @triton.jit
@@ -25,8 +25,8 @@ def _grouped_linear(
     BLOCK: tl.constexpr,
     GATED: tl.constexpr,
     BIAS: tl.constexpr,
-    ALPHA: tl.constexpr,  # of a clamped gate
-    LIMIT: tl.constexpr,  # of a clamped gate; None for SiLU and GELU
+    ALPHA: tl.constexpr,  # of a clamped gate, or None
+    LIMIT: tl.constexpr,  # of a clamped or limited gate; None for SiLU and GELU
     GELU: tl.constexpr,
     SQUARES_RELU: tl.constexpr,  # of what has no gates
     STAGES: tl.constexpr,
@@ -66,6 +66,8 @@ def _grouped_linear(
     if GATED:
         if LIMIT is None:
             y = opened(acc, acc_up, GELU)
+        elif ALPHA is None:
+            y = limited(acc, acc_up, LIMIT)
         else:
             acc = tl.minimum(acc, LIMIT)
             acc_up = tl.minimum(tl.maximum(acc_up, -LIMIT), LIMIT)
@@ -87,7 +89,7 @@ def launch_grouped_linear(
     bias: Tensor | None = None,
     block: int,
     top_k: int,
-    gate: Gate | ClampedGate | None,
+    gate: ExpertsGate | None,
     squares_relu: bool = False,
 ) -> None:
     """``out`` [num_pairs, out_features]: row p is x[p // top_k] through the expert of pair p.
@@ -100,7 +102,6 @@ def launch_grouped_linear(
     num_pairs, out_features = out.shape
     if num_pairs == 0:
         return
-    clamped = gate if isinstance(gate, ClampedGate) else None
     assert weight.is_contiguous() and x.is_contiguous() and out.is_contiguous()
     columns = 64
     _grouped_linear[(len(experts), triton.cdiv(out_features, columns))](
@@ -119,8 +120,8 @@ def launch_grouped_linear(
         BLOCK=64 if block >= 64 else 128,
         GATED=gate is not None,
         BIAS=bias is not None,
-        ALPHA=None if clamped is None else clamped.alpha,
-        LIMIT=None if clamped is None else clamped.limit,
+        ALPHA=gate.alpha if isinstance(gate, ClampedGate) else None,
+        LIMIT=gate.limit if isinstance(gate, (ClampedGate, LimitedGate)) else None,
         GELU=gate == "gelu",
         SQUARES_RELU=squares_relu,
         STAGES=4 if block >= 64 else 3,

@@ -212,6 +212,13 @@ def opened(gate, up, GELU: tl.constexpr):
 
 
 @triton.jit
+def limited(gate, up, LIMIT: tl.constexpr):
+    """SiLU of ``gate``, at most ``LIMIT``, times ``up`` within ``LIMIT`` of 0, both in float32."""
+    at_most = tl.minimum(gate * tl.sigmoid(gate), LIMIT)
+    return at_most * tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+
+
+@triton.jit
 def _gated_mul(
     out_ptr,
     gate_ptr,
@@ -221,6 +228,7 @@ def _gated_mul(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     GELU: tl.constexpr,
+    LIMIT: tl.constexpr,  # of a limited gate, or None
     PDL: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
@@ -231,12 +239,15 @@ def _gated_mul(
         wait_previous()
     gate = tl.load(gate_ptr + token * gate_stride + i, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + token * up_stride + i, mask=mask, other=0.0).to(tl.float32)
-    y = opened(gate, up, GELU)
+    y = opened(gate, up, GELU) if LIMIT is None else limited(gate, up, LIMIT)
     tl.store(out_ptr + token * SIZE + i, y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def launch_gated_mul(out: Tensor, gate: Tensor, up: Tensor, *, gelu: bool, pdl: bool) -> None:
-    """See ``minisgl_backend.kernels.activation.gate_mul``; silu unless ``gelu``."""
+def launch_gated_mul(
+    out: Tensor, gate: Tensor, up: Tensor, *, gelu: bool, limit: float | None, pdl: bool
+) -> None:
+    """See ``minisgl_backend.kernels.activation.gate_mul``; silu unless ``gelu``, perhaps with a
+    ``limit``."""
     num_tokens, size = out.shape
     if num_tokens == 0:
         return
@@ -251,6 +262,7 @@ def launch_gated_mul(out: Tensor, gate: Tensor, up: Tensor, *, gelu: bool, pdl: 
         SIZE=size,
         BLOCK=block,
         GELU=gelu,
+        LIMIT=limit,
         PDL=pdl,
         num_warps=4,
         **launch_options(pdl),

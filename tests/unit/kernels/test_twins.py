@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from minisgl_backend.gates import Gate
+from minisgl_backend.gates import Gate, LimitedGate
 from minisgl_backend.kernels import (
     activation,
     decode_attention,
@@ -145,6 +145,15 @@ def test_gates_of_gelu() -> None:
     out = activation.open_gates(torch.cat([gate, up], dim=1), "gelu")
     inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
     torch.testing.assert_close(out, 0.5 * gate * (1 + inner.tanh()) * up)
+
+
+def test_gates_with_a_limit() -> None:
+    """That of the gate is above it alone, and after SiLU."""
+    gate, up = torch.tensor([[-9.0, 1.0, 5.0, 5.0]]), torch.tensor([[3.0, -3.0, 0.5, 9.0]])
+    out = activation.open_gates(torch.cat([gate, up], dim=1), LimitedGate(2.0))
+    silu = gate / (1 + torch.exp(-gate))
+    expected = [silu[0, 0] * 2.0, silu[0, 1] * -2.0, torch.tensor(1.0), torch.tensor(4.0)]
+    torch.testing.assert_close(out[0], torch.stack(expected))
 
 
 def test_gates_of_silu() -> None:

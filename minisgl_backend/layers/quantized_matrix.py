@@ -208,6 +208,15 @@ class Matrices:
         """The same for weights that are plain in the checkpoint, and stay so."""
         return replace(self, format_of=lambda name: None)
 
+    def unconverted(self, name: str) -> Matrices:
+        """The same, but that the projection ``name`` is not converted if it is plain."""
+        form = self.format_of(name)
+        if form is None or form.layout is not Layout.CONVERTED:
+            return self
+        return replace(
+            self, format_of=lambda other: None if other == name else self.format_of(other)
+        )
+
     def make(
         self,
         parts: Mapping[str, Share],

@@ -20,6 +20,7 @@ from minisgl_backend.models.checkpoint import head_and_embedding, is_headless
 from minisgl_backend.models.config_json import ConfigReader, read_json
 from minisgl_backend.models.families.afmoe import read_afmoe
 from minisgl_backend.models.families.apertus import read_apertus
+from minisgl_backend.models.families.bailing import read_bailing_hybrid
 from minisgl_backend.models.families.bamba import read_bamba
 from minisgl_backend.models.families.cohere import read_cohere, read_cohere2, read_cohere2_moe
 from minisgl_backend.models.families.deepseek import (
@@ -280,6 +281,8 @@ ARCHITECTURES: Final[Mapping[str, Callable[[ConfigReader], ModelSpec]]] = Mappin
         "KimiK25ForConditionalGeneration": read_kimi_k25,
         "Kimi_K25ForConditionalGeneration": read_kimi_k25,
         "KimiLinearForCausalLM": read_kimi_linear,
+        "BailingMoeV3ForCausalLM": read_bailing_hybrid,
+        "BailingHybridForCausalLM": read_bailing_hybrid,
         "YoutuForCausalLM": read_youtu,
         "MiniCPM3ForCausalLM": read_minicpm3,
         "Dots1ForCausalLM": read_dots1,
@@ -395,5 +398,6 @@ _WITH_NEEDLESS_CODE: Final = frozenset(
     | {"DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM"}
     | {"YoutuForCausalLM", "MiniCPM3ForCausalLM", "HCXVisionV2ForCausalLM"}
     | {"KimiK25ForConditionalGeneration", "KimiLinearForCausalLM", "LagunaForCausalLM"}
+    | {"BailingMoeV3ForCausalLM"}
 )
 """Architectures whose checkpoints come with code that transformers has included since."""

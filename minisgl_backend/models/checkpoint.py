@@ -349,14 +349,12 @@ def _expected_of_states(
 ) -> dict[str, dict[str, int]]:
     """The sizes of a projection of a layer with recurrent states, by the keys that name them."""
     if isinstance(recurrent, KimiDeltaSpec):
-        sizes = {
-            "hidden_size": hidden_size,
-            "linear_attn_config: num_heads x head_dim": recurrent.value_size,
-        }
-        return {f"{layer}.self_attn.o_proj": sizes}
+        name, of_kimi = "num_attention_heads x head_dim", "linear_attn_config: num_heads x head_dim"
+        value_size = {name if recurrent.direct else of_kimi: recurrent.value_size}
+        return {f"{layer}.self_attn.o_proj": {"hidden_size": hidden_size, **value_size}}
     if isinstance(recurrent, DeltaSpec):
-        name, value_size = "linear_num_value_heads x linear_value_head_dim", recurrent.value_size
-        return {f"{layer}.linear_attn.out_proj": {"hidden_size": hidden_size, name: value_size}}
+        value_size = {"linear_num_value_heads x linear_value_head_dim": recurrent.value_size}
+        return {f"{layer}.linear_attn.out_proj": {"hidden_size": hidden_size, **value_size}}
     if isinstance(recurrent, ConvSpec):
         return {f"{layer}.conv.out_proj": {"hidden_size": hidden_size}}
     size = recurrent.inner_size

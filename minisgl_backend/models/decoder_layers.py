@@ -304,4 +304,4 @@ def _feed_forward(recipe: LayerRecipe) -> GatedMLP | UngatedMLP | ExpertsMLP:
     spec, moe = recipe.spec, recipe.spec.moe
     if moe is None or recipe.layer not in moe.layers:
         return plain_mlp(recipe)
-    return recipe.experts(f"{recipe.name}.mlp", spec.hidden_size, moe.experts)
+    return recipe.experts(f"{recipe.name}.mlp", spec.hidden_size, moe.of_layer(recipe.layer))

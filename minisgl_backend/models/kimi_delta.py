@@ -1,4 +1,5 @@
-"""Token mixing by a recurrent state: Kimi Delta Attention (Kimi Linear, arXiv 2510.26692).
+"""Token mixing by a recurrent state: Kimi Delta Attention (Kimi Linear, arXiv 2510.26692), also as
+Ling 3.0 has it.
 
 It is Gated DeltaNet in which each dimension of a key has a decay of its own. The state of a row is
 a convolution's last inputs and a matrix per head (``DeltaStates``). Knows the names of the
@@ -9,8 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-
-from torch import Tensor
 
 from minisgl_backend.kernels.gated_delta import DeltaInputs, DeltaWeights
 from minisgl_backend.layers.linear import MergedColumnLinear, RowLinear
@@ -36,13 +35,18 @@ class KimiDeltaAttention(DeltaMixer):
 
     One projection gives queries, keys and values, another one the rates and two narrow vectors,
     which every rank computes in full: of the first are made the decays (``f_b_proj``), of the
-    second the gates of the output (``g_b_proj``). Only the first may stay quantized.
+    second the gates of the output (``g_b_proj``). Only the first may stay quantized. If decays and
+    gates are direct projections of the input, they are computed with queries, keys and values.
     """
+
+    f_b_proj: MergedColumnLinear | None
+    g_b_proj: MergedColumnLinear | None
 
     def __init__(self, spec: ModelSpec, layer: int, group: Group, matrices: Matrices):
         super().__init__()
         shape = spec.recurrent
         assert isinstance(shape, KimiDeltaSpec)
+        self._shape = shape
         self.local = shape.of_rank(group.size)
         self._heads = heads = even_share(
             shape.num_heads, group, "the heads of Kimi Delta Attention"
@@ -50,13 +54,16 @@ class KimiDeltaAttention(DeltaMixer):
         dim = shape.key_dim
         self._sizes = sizes = Share(heads.total * dim, heads.start * dim, heads.size * dim)
         name = f"model.layers.{layer}.self_attn"
-        inputs = {f"{part}_proj": sizes for part in "qkv"}
+        inputs = {f"{part}_proj": sizes for part in ("qkvfg" if shape.direct else "qkv")}
         narrow = Share(dim, 0, dim)
-        rates = {"f_a_proj": narrow, "g_a_proj": narrow, "b_proj": heads}
+        narrows = {} if shape.direct else {"f_a_proj": narrow, "g_a_proj": narrow}
+        rates = {**narrows, "b_proj": heads}
         self._add_projections(name, spec.hidden_size, inputs, rates, matrices)
         plain = replace(matrices, keep_quantized=False)
         self.f_b_proj, self.g_b_proj = (
-            MergedColumnLinear(name, dim, {part: sizes}, bias=False, matrices=plain)
+            None
+            if shape.direct
+            else MergedColumnLinear(name, dim, {part: sizes}, bias=False, matrices=plain)
             for part in ("f_b_proj", "g_b_proj")
         )
         self.out_proj = RowLinear(
@@ -74,12 +81,17 @@ class KimiDeltaAttention(DeltaMixer):
         self.eps = spec.norms.eps
 
     def _inputs(self, x: Normed, pdl: bool) -> DeltaInputs:
-        heads, dim = self.local.num_heads, self.local.key_dim
-        qkv, rates = self._projected(x, self.local.num_channels, pdl=pdl)
-        of_decays, of_gates = (Normed(rates[:, at : at + dim].contiguous()) for at in (0, dim))
-        b = rates[:, 2 * dim : 2 * dim + heads]
-        a: Tensor = self.f_b_proj(of_decays, pdl=pdl)
-        z: Tensor = self.g_b_proj(of_gates, pdl=pdl)
+        heads, dim, channels = self.local.num_heads, self.local.key_dim, self.local.num_channels
+        if self.f_b_proj is None or self.g_b_proj is None:
+            size = heads * dim
+            projected, b = self._projected(x, channels + 2 * size, pdl=pdl)
+            qkv, a, z = projected.tensor_split([channels, channels + size], dim=1)
+            b = b[:, :heads]
+        else:
+            qkv, rates = self._projected(x, channels, pdl=pdl)
+            of_decays, of_gates = (Normed(rates[:, at : at + dim].contiguous()) for at in (0, dim))
+            b = rates[:, 2 * dim : 2 * dim + heads]
+            a, z = self.f_b_proj(of_decays, pdl=pdl), self.g_b_proj(of_gates, pdl=pdl)
         by_head = len(b), heads, dim
         return DeltaInputs(qkv, z.view(by_head), a.view(by_head), b)
 
@@ -93,6 +105,7 @@ class KimiDeltaAttention(DeltaMixer):
             self.norm_weight,
             self.eps,
             sigmoid_gates=True,
+            least_decay=self._shape.least_decay,
         )
 
     def places(self) -> Iterator[tuple[str, Place]]:
@@ -102,8 +115,7 @@ class KimiDeltaAttention(DeltaMixer):
         for part, weight in zip("qkv", self.conv.data.unsqueeze(1).chunk(3), strict=True):
             yield f"{part}_conv1d.weight", WeightPlace(weight, shape, 0, size.start)
         heads = self._heads
-        rates = self.log_decay.data.view(1, 1, -1, 1)
-        yield "A_log", WeightPlace(rates, (1, 1, heads.total, 1), 2, heads.start)
+        yield "A_log", WeightPlace(self.log_decay.data, (heads.total,), 0, heads.start)
         yield "dt_bias", WeightPlace(self.decay_bias.data.view(-1), (size.total,), 0, size.start)
         yield "o_norm.weight", whole(self.norm_weight, neutral=1.0)
         for module in (self.in_proj, self.rates_proj, self.f_b_proj, self.g_b_proj):

@@ -12,12 +12,15 @@ know which page is whose, or how attention is computed.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minisgl_backend.attention.base import AttendExpanded
+from minisgl_backend.gates import OutputGate
+from minisgl_backend.kernels.activation import gate_output
 from minisgl_backend.kernels.head_linear import head_linear
 from minisgl_backend.kernels.paged_kv import PagedKV
 from minisgl_backend.kernels.rms_norm import rms_norm
@@ -46,6 +49,8 @@ class LatentAttention(nn.Module):
 
     One GEMM makes the latents of keys and of queries; the latter become the heads' queries by
     another (``q_b_proj``). Without latents of queries the first GEMM makes the queries themselves.
+    It also makes the gates of the heads' values, if there are any (``g_proj``) and it is plain;
+    beside quantized weights they are too few to be quantized, and have a projection of their own.
     ``up`` [num_heads * (nope_dim + value_dim), latent_dim] is the weight of ``kv_b_proj`` for this
     rank's heads: of each head the rows of keys, then those of values.
     """
@@ -73,8 +78,26 @@ class LatentAttention(nn.Module):
             self.q_b_proj = MergedColumnLinear(
                 name, latent.query_rank, {"q_b_proj": queries}, bias=False, matrices=matrices
             )
+        self.g_proj: MergedColumnLinear | None = None
+        self._opens_gates: OutputGate | None = None
+        if (of_heads := spec.attention_gates) is not None:
+            assert of_heads.one_per_head
+            self._opens_gates = of_heads.function
+            matrices = matrices.unconverted(f"{name}.g_proj")
+            gates, plain = {"g_proj": heads}, replace(matrices, keep_quantized=False)
+            if any(matrices.stays_quantized(f"{name}.{part}") for part in parts):
+                self.g_proj = MergedColumnLinear(
+                    name, spec.hidden_size, gates, bias=False, matrices=plain, padded=True
+                )
+            else:
+                parts |= gates
         self.a_proj = MergedColumnLinear(
-            name, spec.hidden_size, parts, bias=False, matrices=matrices
+            name,
+            spec.hidden_size,
+            parts,
+            bias=False,
+            matrices=matrices,
+            padded=self._opens_gates is not None,
         )
         self.kv_a_layernorm = RMSNorm(latent.latent_dim, latent.norm_eps)
         self._rows = _times(heads, latent.nope_dim + latent.value_dim)
@@ -114,17 +137,28 @@ class LatentAttention(nn.Module):
         return self.o_proj.add_to(residual, values, norm, pdl=step.pdl)
 
     def rounding(self, num_tokens: int) -> int | None:
-        # the indexer reads inputs, too, and not all of its weights are of 8 bits
-        return self.a_proj.matrix.rounding(num_tokens) if self.indexer is None else None
+        # others read inputs, too, and not all of their weights are of 8 bits
+        if self.indexer is not None or self.g_proj is not None:
+            return None
+        return self.a_proj.matrix.rounding(num_tokens)
 
     def _values(self, x: Normed, step: StepContext) -> Tensor:
         """[num_tokens, num_heads * value_dim]"""
-        q, compressed = self._projected(x, step)
+        q, compressed, gates = self._projected(x, step)
+        values = self._of_heads(q, compressed, step)
+        if self._opens_gates is None:
+            return values.flatten(1)
+        gates = gates[..., None].expand_as(values)
+        return gate_output(values, gates, self._opens_gates, pdl=step.pdl)
+
+    def _of_heads(self, q: Tensor, compressed: Tensor, step: StepContext) -> Tensor:
+        """The values of heads, [num_tokens, num_heads, value_dim], of what ``_projected`` gives.
+        Stores latents and keys in their pages."""
         attend, latent = step.attend, self.latent
         if not isinstance(attend, AttendExpanded):
             queries, rotated = self._absorbed(q, pdl=step.pdl)
             self._rotate_and_store(rotated, q[..., latent.nope_dim :], compressed, step)
-            return self._attended(queries, step).flatten(1)
+            return self._attended(queries, step)
         to_rotate = q[..., latent.nope_dim :]
         self._rotate_and_store(to_rotate, to_rotate, compressed, step)
         values = q.new_empty(*q.shape[:2], latent.value_dim)
@@ -133,15 +167,22 @@ class LatentAttention(nn.Module):
             rotated.copy_(to_rotate[:num_decodes])
             values[:num_decodes] = self._attended(queries, step)
         attend.chunks(values, q, self.kv, self._expanded)
-        return values.flatten(1)
+        return values
 
-    def _projected(self, x: Normed, step: StepContext) -> tuple[Tensor, Tensor]:
-        """The queries before rotation, [num_tokens, num_heads, nope_dim + rope_dim], scaled; and
-        the latents and keys of tokens, not yet normalized and rotated, [num_tokens, latent_dim +
-        rope_dim]."""
+    def _projected(self, x: Normed, step: StepContext) -> tuple[Tensor, Tensor, Tensor]:
+        """The queries before rotation, [num_tokens, num_heads, nope_dim + rope_dim], scaled; the
+        latents and keys of tokens, not yet normalized and rotated, [num_tokens, latent_dim +
+        rope_dim]; and the gates [num_tokens, num_heads], or none, [num_tokens, 0]."""
         latent, pdl = self.latent, step.pdl
-        both = self.a_proj(x, pdl=pdl)  # [num_tokens, latents or heads of queries, latents of keys]
-        q, compressed = both.tensor_split([both.shape[1] - latent.key_dim], dim=1)
+        num_queries = latent.query_rank or self.num_heads * latent.query_dim
+        begins = num_queries, num_queries + latent.key_dim
+        if self.g_proj is not None and x.squares is None:  # its norm is not half done
+            x = Normed(x.normalized(pdl=pdl))  # once for both
+        # [num_tokens, latents or heads of queries, latents of keys, perhaps gates and padding]
+        together = self.a_proj(x, pdl=pdl)
+        q, compressed, gates = together.tensor_split(begins, dim=1)
+        if self.g_proj is not None:
+            gates = self.g_proj(x, pdl=pdl)
         if self.q_b_proj is not None and (norm := self.q_a_layernorm) is not None:
             latents = rms_norm(q, norm.weight, norm.eps, pdl=pdl)
             if self.indexer is not None and (index_keys := self.kv.index_keys) is not None:
@@ -150,7 +191,7 @@ class LatentAttention(nn.Module):
         q = q.view(len(q), self.num_heads, latent.query_dim)
         if step.query_scale is not None:
             q.mul_(step.query_scale)
-        return q, compressed
+        return q, compressed, gates[:, : self.num_heads]
 
     def _rotate_and_store(
         self, rotated: Tensor, to_rotate: Tensor, compressed: Tensor, step: StepContext

@@ -80,15 +80,21 @@ class DeltaSpec:
 class KimiDeltaSpec(DeltaSpec):
     """The layers with Kimi Delta Attention: Gated DeltaNet in which each dimension of a key has a
     decay of its own. All heads have keys and values, of the same size. Decays and gates of outputs
-    go through as many numbers as a head has."""
+    go through as many numbers as a head has, unless they are ``direct`` projections of the input.
+    ``least_decay`` is the least log of a decay, if there is one."""
+
+    direct: bool = False
+    least_decay: float | None = None
 
     by_dimension: ClassVar[bool] = True
 
     def num_weights(self, hidden_size: int) -> int:
         """Number of weights of a layer's projections."""
-        num_inputs = self.num_channels + self.num_heads + 2 * self.key_dim
-        narrow = self.key_dim * (self.key_size + self.value_size)
-        return hidden_size * (num_inputs + self.value_size) + narrow
+        others = hidden_size * (self.num_channels + self.num_heads + self.value_size)
+        wide = self.key_size + self.value_size  # of decays and gates
+        if self.direct:
+            return others + hidden_size * wide
+        return others + self.key_dim * (2 * hidden_size + wide)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ config.json (``families`` does).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Literal, TypeAlias
@@ -31,11 +32,18 @@ Part: TypeAlias = Literal["mixer", "feed-forward"]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoeSpec:
     """Mixtures of experts; ``layers`` are those that have one instead of the plain MLP or, if
-    ``beside``, next to it."""
+    ``beside``, next to it. ``limits`` are those of gates in some layers: of experts, and of the one
+    that all tokens take."""
 
     experts: ExpertsSpec
     layers: frozenset[int]
     beside: bool = False
+    limits: Mapping[int, tuple[float | None, float | None]] = field(default_factory=dict)
+
+    def of_layer(self, layer: int) -> ExpertsSpec:
+        """The experts of a layer."""
+        limits = self.limits.get(layer)
+        return self.experts if limits is None else self.experts.limited(*limits)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -422,6 +430,7 @@ class ModelSpec:
                 continue
             if self.latent is not None:
                 mixers += self.latent.num_parameters(self.heads.num_heads, self.hidden_size)
+                mixers += self.num_gates(layer) * self.hidden_size
                 indexer, rank = self.latent.indexer, self.latent.query_rank
                 if indexer is not None and rank is not None and layer in indexer.layers:
                     mixers += indexer.num_parameters(rank, self.hidden_size)

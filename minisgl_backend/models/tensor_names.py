@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, product
+from math import prod
 from typing import Final
 
 from minisgl_backend.errors import ConfigError
@@ -123,8 +124,8 @@ class TensorNames:
     head, then those for the next. A checkpoint of only the layers, as of embedding models, leaves
     out the first part of all names, ``model.``. If the checkpoint is ``multimodal``, the tensors
     for images and audio are left out. Tensors whose names for the decoder begin with one of
-    ``left_out`` are always left out. Those whose names for the decoder end with one of ``one_row``
-    are matrices of one row, which is the weight.
+    ``left_out`` are always left out. Those whose names for the decoder end with one of ``vectors``
+    are vectors, whatever dimensions of 1 they may have besides.
     With ``keeps_stacks`` a tensor of all experts is one weight, not several of one expert each.
     With ``transposed_stacks`` inputs come before outputs in such tensors, which are plain. With
     ``order_by_hidden_size`` files may have either order: it is the usual one unless the tensor, or
@@ -137,7 +138,7 @@ class TensorNames:
     by_head: Mapping[str, int] = field(default_factory=dict)
     multimodal: bool = False
     left_out: tuple[str, ...] = ()
-    one_row: tuple[str, ...] = ()
+    vectors: tuple[str, ...] = ()
     keeps_stacks: bool = False
     transposed_stacks: bool = False
     order_by_hidden_size: int | None = None
@@ -177,8 +178,11 @@ class TensorNames:
             if stacked["scale"] is None or self.order_by_hidden_size is not None:
                 yield from _of_transposed_experts(stacked, name, shape)
                 return
-        if own.endswith(self.one_row) and len(shape) == 2 and shape[0] == 1:
-            yield own, StoredAs(name, shape[1:], (0,))
+        if own.endswith(self.vectors) and len(shape) > 1 and prod(shape) == max(shape):
+            size = max(shape)
+            region: list[int | slice] = [0] * len(shape)
+            region[shape.index(size)] = slice(0, size)
+            yield own, StoredAs(name, (size,), tuple(region))
             return
         module, _, kind = own.rpartition(".")
         around, _, last = module.rpartition(".")

@@ -57,10 +57,12 @@ def test_every_id_of_the_model_is_one_of_the_tokenizer(
         "deepseek-v3.2": 129_280,
         "olmo-hybrid": 100_352,
         "kimi-linear": 163_840,
+        "ling-3.0": 157_184,
     }
     family = "-".join(shape.split("-")[: 1 if shape.startswith("qwen") else 2])
     assert spec.vocab_size == vocab_sizes[family]
-    has_experts = family in ("gpt-oss", "glm-4.7", "glm-5", "deepseek-v2", "deepseek-v3.2")
+    mixtures = ("gpt-oss", "glm-4.7", "glm-5", "deepseek-v2", "deepseek-v3.2", "ling-3.0")
+    has_experts = family in mixtures
     assert (spec.moe is not None) == (bool(re.search(r"-a\d+b$", shape)) or has_experts)
     recurrent = (
         "qwen3.6",
@@ -69,6 +71,7 @@ def test_every_id_of_the_model_is_one_of_the_tokenizer(
         "nemotron-3",
         "olmo-hybrid",
         "kimi-linear",
+        "ling-3.0",
     )
     assert (spec.recurrent is not None) == (family in recurrent)
     assert num_tokens(tmp_path / "model", sizes) == spec.vocab_size

@@ -7,6 +7,7 @@ checks that no two candidates nearly tie.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, cast
@@ -14,6 +15,7 @@ from typing import Any, Final, cast
 import pytest
 import torch
 import transformers
+from torch import Tensor
 from transformers import (
     AfmoeConfig,
     AfmoeForCausalLM,
@@ -830,6 +832,8 @@ def class_of(architecture: str) -> Any:
         return type(architecture, (ExaoneMoeForCausalLM,), {})
     if architecture == "KimiK25ForConditionalGeneration":
         return type(architecture, (_newer("Kimi_K25ForConditionalGeneration"),), {})
+    if architecture == "BailingMoeV3ForCausalLM":
+        return type(architecture, (_newer("BailingHybridForCausalLM"),), {})
     if architecture == "HCXVisionV2ForCausalLM":
         return type(architecture, (_newer("HyperCLOVAXVisionV2ForConditionalGeneration"),), {})
     if "Omni" in architecture and "Thinker" not in architecture:
@@ -1080,6 +1084,48 @@ def _kimi_linear(**changes: Any) -> PreTrainedModel:
     values = {**_SHAPE, **_LATENTS, **experts, **sizes, "layer_types": kinds}
     values |= {"q_lora_rank": None, **changes}
     return _corrected(_newer("KimiLinearForCausalLM")(_newer("KimiLinearConfig")(**values)))
+
+
+def _bailing(spelled: str = "BailingHybrid", **changes: Any) -> PreTrainedModel:
+    """Ling 3.0: Kimi Delta Attention in two of three layers, and gated latents that rotate."""
+    experts = {"moe_intermediate_size": 48, "num_local_experts": 8, "num_experts_per_tok": 3}
+    experts |= {"n_group": 4, "topk_group": 2, "first_k_dense_replace": 1}
+    values = {**_SHAPE, **_LATENTS, **experts, "num_hidden_layers": 3, "layer_group_size": 3}
+    values |= {"q_lora_rank": None, "head_dim": 24, **changes}
+    model = class_of(f"{spelled}ForCausalLM")(_newer("BailingHybridConfig")(**values))
+    limits = (changes.get(f"{of}expert_swiglu_limit_list", ()) for of in ("", "share_"))
+    for layer, of_experts, of_shared in zip(model.model.layers, *limits, strict=False):
+        if of_experts or of_shared:
+            limit_gates(layer.mlp, of_experts, of_shared)
+    return _corrected(model)
+
+
+def limit_gates(block: Any, of_experts: float | None, of_shared: float | None) -> None:
+    """Give a mixture of experts of transformers the limits of Ling 3.0, which it does not read."""
+    if of_experts:
+        block.experts.forward = partial(_limited_experts, block.experts, of_experts)
+    if of_shared:
+        block.shared_experts.forward = partial(_limited_mlp, block.shared_experts, of_shared)
+
+
+def _limited_mlp(mlp: Any, limit: float, x: Tensor) -> Tensor:
+    """What a block with a limit computes."""
+    output: Tensor = mlp.down_proj(_limited(mlp.gate_proj(x), mlp.up_proj(x), limit))
+    return output
+
+
+def _limited_experts(
+    experts: Any, limit: float, x: Tensor, chosen: Tensor, weights: Tensor
+) -> Tensor:
+    """The same of experts, each of which computes all tokens [num_tokens, hidden_size]."""
+    gates, ups = torch.einsum("nh,eih->eni", x, experts.gate_up_proj).chunk(2, dim=-1)
+    each = torch.einsum("eni,ehi->neh", _limited(gates, ups, limit), experts.down_proj)
+    picked = each.take_along_dim(chosen[..., None], dim=1)
+    return (picked * weights[..., None]).sum(1)
+
+
+def _limited(gates: Tensor, ups: Tensor, limit: float) -> Tensor:
+    return torch.nn.functional.silu(gates).clamp(max=limit) * ups.clamp(-limit, limit)
 
 
 _EYE: Final = MappingProxyType(
@@ -1840,6 +1886,20 @@ CASES: Final[Mapping[str, Callable[[], PreTrainedModel]]] = MappingProxyType(
             final_logit_softcapping=None,
             tie_word_embeddings=True,
         ),
+        "bailing-hybrid": _bailing,
+        "bailing-v3": lambda: _bailing(
+            "BailingMoeV3",
+            kda_safe_gate=False,
+            layer_types=["full_attention", "linear_attention", "full_attention"],
+            mlp_layer_types=["sparse", "dense", "sparse"],
+            n_shared_experts=2,
+            norm_topk_prob=False,
+            short_conv_kernel_size=3,
+            num_mtp_layers=0,
+            rope_parameters=dict(_LATENT_YARN),
+            expert_swiglu_limit_list=[0.5, 0.0, None],
+            share_expert_swiglu_limit_list=[0.0, 0.0, 0.7],
+        ),
     }
 )
 
@@ -2070,6 +2130,12 @@ def write_model(name: str, folder: Path) -> None:
         ),
         "quantized-kimi": lambda: _kimi_linear(
             **{**sizes, "num_hidden_layers": 2, "kv_lora_rank": 128, "linear_head_dim": 32},
+            layer_types=["linear_attention", "full_attention"],
+            mlp_layer_types=["dense", "dense"],
+        ),
+        "quantized-bailing": lambda: _bailing(
+            "BailingHybrid",
+            **{**sizes, "num_hidden_layers": 2, "kv_lora_rank": 128, "head_dim": 32},
             layer_types=["linear_attention", "full_attention"],
             mlp_layer_types=["dense", "dense"],
         ),

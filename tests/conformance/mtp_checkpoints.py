@@ -19,7 +19,14 @@ from tests.conformance.checkpoints import CASES, draw
 
 BESIDE: Final = ("qwen3.5", "qwen3.5-multimodal", "qwen3.5-experts", "qwen3-next")
 """Cases of ``checkpoints`` whose publisher names the layer ``mtp``."""
-BEHIND: Final = ("glm4-moe", "glm4-moe-lite", "deepseek-v3", "hy-v3", "deepseek-v32")
+BEHIND: Final = (
+    "glm4-moe",
+    "glm4-moe-lite",
+    "deepseek-v3",
+    "hy-v3",
+    "deepseek-v32",
+    "bailing-hybrid",
+)
 """Cases whose publishers name the layer as one more of the others."""
 _SEED: Final = 50
 _PREDICTABLE: Final = 1e-4
@@ -154,5 +161,5 @@ def _move_layer(path: Path, num_layers: int, reference: MTPReference, *, beside:
 
 
 def _has_own_norm(reference: MTPReference) -> bool:
-    """Whether the publisher has another name for the layer's final norm (Hy3)."""
-    return bool(reference.model.config.model_type == "hy_v3")
+    """Whether the publisher has another name for the layer's final norm (Hy3, Ling 3.0)."""
+    return reference.model.config.model_type in ("hy_v3", "bailing_hybrid")

@@ -549,6 +549,24 @@ CASES: Final[Mapping[str, Case]] = MappingProxyType(
             {**_FP8, "weight_block_size": [64, 64], "modules_to_not_convert": ["lm_head"]},
             model="quantized-kimi",
         ),
+        "ct-bailing": Case(
+            fp8_channel,
+            {
+                **_compressed("float-quantized", _group("channel"), _group("token", dynamic=True)),
+                "ignore": [
+                    "lm_head",
+                    r"re:.*attention\.b_proj$",
+                    "model.layers.1.attention.g_proj",
+                ],
+            },
+            model="quantized-bailing",
+            plain_in=r"attention\.b_proj|layers\.1\.attention\.g_proj",
+        ),
+        "fp8-blocks-bailing": Case(
+            lambda weight: fp8_blocks(weight, size=64),
+            {**_FP8, "weight_block_size": [64, 64], "modules_to_not_convert": ["lm_head"]},
+            model="quantized-bailing",
+        ),
         "ct-multipliers": Case(
             fp8_channel,
             _compressed("float-quantized", _group("channel"), _group("token", dynamic=True)),

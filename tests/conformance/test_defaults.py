@@ -93,10 +93,12 @@ def _read_text(kind: str, text: dict[str, Any]) -> ModelSpec:
 
 def _config_class(name: str) -> Any:
     """Also of publishers' names that transformers has no class for."""
-    spelled = name.replace("MoE", "Moe")
+    spelled = name.replace("MoE", "Moe").replace("BailingMoeV3", "BailingHybrid")
     if found := getattr(transformers, name, getattr(transformers, spelled, None)):
         return found.config_class
-    return getattr(transformers, name.replace("ForCausalLM", "Config"))
+    if found := getattr(transformers, name.replace("ForCausalLM", "Config"), None):
+        return found
+    pytest.skip(f"transformers {transformers.__version__} has no {name}")
 
 
 def _read(name: str, values: dict[str, Any]) -> ModelSpec:

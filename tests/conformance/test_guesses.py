@@ -45,7 +45,8 @@ BY_NIGHT: Final = (
     *("apertus", "cohere2", "deepseek-v3", "ernie-moe", "exaone4", "gemma2", "gemma3"),
     *("gemma4-per-layer", "glm4", "granite-moe", "kolibri1", "laguna", "llama", "minimax-m2"),
     *("mistral4", "olmo3", "phi3", "qwen2-moe", "smollm3", "starcoder2"),
-    *("bamba", "falcon-h1", "lfm2-moe", "nemotron-h-experts", "qwen3.5-experts"),
+    *("bailing-hybrid", "bamba", "falcon-h1", "lfm2-moe", "nemotron-h-experts"),
+    "qwen3.5-experts",
 )
 
 

@@ -49,7 +49,8 @@ def test_tokens_are_those_without_guesses(
 
 @pytest.mark.parametrize("predictable", [True, False], ids=["predictable", "random"])
 @pytest.mark.parametrize(
-    "case", ["qwen3.5", "qwen3.5-experts", "glm4-moe", "deepseek-v3", "deepseek-v32"]
+    "case",
+    ["qwen3.5", "qwen3.5-experts", "glm4-moe", "deepseek-v3", "deepseek-v32", "bailing-hybrid"],
 )
 def test_guesses_are_those_of_the_reference(case: str, predictable: bool, tmp_path: Path) -> None:
     """Whatever the chunks, and of what the guesses before were right. A layer with random weights

@@ -210,7 +210,7 @@ def _quantize(plain: Path, quantized: Path) -> None:
     save_file(codes, quantized / "model.safetensors", {"format": "pt"})
 
 
-@pytest.mark.parametrize("case", ["qwen3.5-experts", "hy-v3", "deepseek-v3"])
+@pytest.mark.parametrize("case", ["qwen3.5-experts", "hy-v3", "deepseek-v3", "bailing-hybrid"])
 def test_a_checkpoint_without_its_tensors_is_refused(case: str, tmp_path: Path) -> None:
     reference = write_mtp_checkpoint(case, tmp_path)
     spec, path = spec_of(tmp_path), tmp_path / "model.safetensors"
@@ -233,7 +233,7 @@ def _names(case: str, spec: ModelSpec, reference: MTPReference) -> tuple[str, st
     if case in BESIDE:
         return "mtp.norm.weight", "mtp.fc.weight"
     layer = f"model.layers.{spec.num_layers}."
-    norm = "final_layernorm" if case == "hy-v3" else "shared_head.norm"
+    norm = "final_layernorm" if case in ("hy-v3", "bailing-hybrid") else "shared_head.norm"
     return f"{layer}{norm}.weight", f"{layer}eh_proj.weight"
 
 

@@ -2509,6 +2509,66 @@ CONFIGS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
             **_SIZES,
             "num_key_value_heads": 4,
         },
+        "ling-3.0-flash": {
+            "architectures": ["BailingMoeV3ForCausalLM"],
+            "auto_map": {"AutoModelForCausalLM": "modeling_bailing_moe_v3.BailingMoeV3ForCausalLM"},
+            "model_type": "bailing_hybrid",
+            "dtype": "float32",
+            "expert_swiglu_limit_list": None,
+            "first_k_dense_replace": 2,
+            "gated_attention_proj_granularity_type": "head_wise",
+            "group_norm_size": 1,
+            "head_dim": 32,
+            "hidden_act": "silu",
+            "kda_lower_bound": -5.0,
+            "kda_safe_gate": True,
+            "layer_group_size": 2,
+            "linear_silu": True,
+            "max_position_embeddings": CONTEXT,
+            "max_window_layers": 20,
+            "moe_router_enable_expert_bias": True,
+            "mtp_loss_scaling_factor": 0,
+            "mtp_use_kda": False,
+            "n_group": 4,
+            "no_kda_lora": True,
+            "norm_topk_prob": True,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "num_kv_heads_for_linear_attn": 0,
+            "num_nextn_predict_layers": 1,
+            "num_shared_experts": 1,
+            "partial_rotary_factor": 0.5,
+            "rms_norm_eps": 1e-06,
+            "rope_interleave": True,
+            "rope_scaling": None,
+            "rope_theta": 6000000,
+            "rotary_dim": 16,
+            "routed_scaling_factor": 2.5,
+            "router_dtype": "fp32",
+            "scale_router_input": False,
+            "score_function": "sigmoid",
+            "scoring_func": "sigmoid",
+            "seq_aux": True,
+            "share_expert_swiglu_limit_list": None,
+            "short_conv_kernel_size": 4,
+            "tie_word_embeddings": False,
+            "topk_group": 2,
+            "topk_method": "noaux_tc",
+            "up_proj_norm": False,
+            "use_bias": False,
+            "use_kda_lora": False,
+            "use_mla_nope": False,
+            "use_nGPT": False,
+            "use_qk_norm": True,
+            "use_qkv_bias": False,
+            "value_norm": False,
+            **_SIZES,
+            **_LATENTS,
+            "moe_intermediate_size": 48,
+            "moe_shared_expert_intermediate_size": 48,
+            "num_key_value_heads": 4,
+            "q_lora_rank": None,
+        },
     }
 )
 
@@ -2521,6 +2581,10 @@ LEFT_OUT: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "exaone-4.5-33b": ("mtp.fc.weight",),
         "k-exaone": ("mtp.fc.weight", "mtp.layers.0.self_attn.q_proj.weight"),
         "hy3": ("model.layers.4.eh_proj.weight", "model.layers.4.enorm.weight"),
+        "ling-3.0-flash": (
+            "model.layers.4.eh_proj.weight",
+            "model.layers.4.attention.g_proj.weight",
+        ),
         "mellum-2-12b": ("mtp.layers.0.mlp.gate.weight",),
         "glm-4.5-air": ("model.layers.4.eh_proj.weight", "model.layers.4.shared_head.head.weight"),
         "glm-4.5v-106b-a12b": (
@@ -2578,6 +2642,13 @@ def test_tokens_are_equal(name: str, tmp_path: Path) -> None:
     if name == "kimi-linear-48b-a3b":  # transformers renames the dense block as if it had experts
         dense = "model.layers.0.block_sparse_moe."
         tensors = {own.replace(dense, "model.layers.0.mlp."): of for own, of in tensors.items()}
+    if name == "ling-3.0-flash":  # transformers gives all layers the names of those with attention
+        tensors = {
+            own.replace("dense", "o_proj")
+            if ".layers.0." in own or ".layers.2." in own
+            else own: of
+            for own, of in tensors.items()
+        }
     if name == "olmo-hybrid-7b":  # transformers renames norms of attention as if it were recurrent
         tensors = _with_parts_of_convolutions(tensors, key_size=48)
         former, own = ".feedforward_layer_norm.", ".post_attention_layernorm."

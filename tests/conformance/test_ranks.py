@@ -84,6 +84,7 @@ from tests.parallel.threads import on_ranks
         "lfm3",
         "olmo-hybrid",
         "kimi-linear",
+        "bailing-hybrid",
         "qwen3-vl-experts",
         "qwen3.5-tied",
         "qwen3-next-sparse",

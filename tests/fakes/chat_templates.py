@@ -155,6 +155,29 @@ GLM_4_5 = """{%- for tool in tools or () %}
         {{- '\\n</tool_call>' }}
     {%- endfor %}
 {%- endfor %}"""
+LING_3 = """{%- for tool in tools or () %}
+    {{- 'Reply with <tool_call>name\\n<arg_key>key</arg_key>\\n<arg_value>value</arg_value>\\n' }}
+    {{- '</tool_call> to call ' + tool.function.name }}
+{%- endfor %}
+{%- for message in messages %}
+    {{- '<role>' + ('HUMAN' if message.role == 'user' else message.role | upper) + '</role>' }}
+    {{- message.content }}
+    {%- for call in message.tool_calls or () %}
+        {{- '\\n<tool_call>' + call.function.name }}
+        {%- for name, value in call.function.arguments.items() %}
+            {{- '\\n<arg_key>' + name + '</arg_key>\\n<arg_value>' }}
+            {{- (value if value is string else value | tojson) + '</arg_value>' }}
+        {%- endfor %}
+        {{- '\\n</tool_call>' }}
+    {%- endfor %}
+    {{- '<|role_end|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<role>ASSISTANT</role>' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think></think>' }}
+    {%- endif %}
+{%- endif %}"""
 
 SEED_OSS = """{%- for tool in tools or () %}
     {{- 'Call ' + tool.function.name + ' so: <seed:tool_call>\\n<function=name>\\n' }}

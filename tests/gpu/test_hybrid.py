@@ -40,7 +40,7 @@ DENSE = [
 EXPERTS = [
     *("qwen3.5-experts", "qwen3.5-experts-multimodal", "qwen3-next", "qwen3-next-sparse"),
     *("nemotron-h-experts", "nemotron-h-latent", "granite-hybrid", "lfm2-moe"),
-    *("kimi-linear", "kimi-linear-queries"),
+    *("kimi-linear", "kimi-linear-queries", "bailing-hybrid", "bailing-v3"),
 ]
 
 
@@ -147,6 +147,7 @@ def check_tokens_in_bf16(
         ("broad-lfm2", 8, None),
         ("olmo-hybrid", 1, None),
         ("kimi-linear", 8, None),
+        ("bailing-v3", 8, None),
         ("kimi-linear", 8, "float16"),
     ],
 )

@@ -42,7 +42,7 @@ def read_ernie4_5_moe(config: ConfigReader) -> ModelSpec:
     correction = ".mlp.gate.e_score_correction_bias"
     names = TensorNames(
         renamed=((".mlp.moe_statics.e_score_correction_bias", correction),),
-        one_row=(correction,),
+        vectors=(correction,),
         left_out=("model.mtp_",),
     )
     return ModelSpec(

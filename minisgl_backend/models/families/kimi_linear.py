@@ -66,7 +66,11 @@ def read_kimi_linear(config: ConfigReader) -> ModelSpec:
         ropes=(None,) * num_layers,
         recurrent=delta if delta.layers else None,
         moe=moe if with_experts else None,
-        names=TensorNames(renamed=OF_MIXTRAL, left_out=left_out_mtp(config, num_layers)),
+        names=TensorNames(
+            renamed=OF_MIXTRAL,
+            left_out=left_out_mtp(config, num_layers),
+            vectors=(".A_log",),
+        ),
         **fields,
     )
 

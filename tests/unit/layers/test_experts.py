@@ -32,6 +32,7 @@ from minisgl_backend.layers.norm import Normed
 from minisgl_backend.layers.quantized_matrix import Matrices
 from minisgl_backend.layers.weight_place import collect_places
 from minisgl_backend.parallel.group import Group, OneRank
+from tests.conformance.checkpoints import limit_gates
 
 HIDDEN_SIZE, INNER_SIZE, NUM_EXPERTS = 32, 24, 8
 
@@ -225,6 +226,26 @@ def test_biases_and_a_clamped_gate(x: Tensor) -> None:
         router="router",
     )
     check(theirs, spec, 3 * x)
+
+
+@pytest.mark.parametrize("limits", [(0.5, 0.25), (0.5, None), (None, 0.25)])
+@pytest.mark.parametrize("fused", [True, False])
+def test_limits_of_gates(x: Tensor, limits: tuple[float | None, float | None], fused: bool) -> None:
+    """Of experts, of the one that all tokens take, or of both."""
+    config = Dots1Config(
+        hidden_size=HIDDEN_SIZE,
+        moe_intermediate_size=INNER_SIZE,
+        n_routed_experts=NUM_EXPERTS,
+        num_experts_per_tok=3,
+        n_shared_experts=1,
+        norm_topk_prob=True,
+        routed_scaling_factor=1.0,
+    )
+    theirs = drawn(Dots1MoE, config)
+    limit_gates(theirs, *limits)
+    shared = SharedExpert(name="shared_experts", intermediate_size=INNER_SIZE)
+    spec = replace(spec_of(sigmoid=True, corrected=True), shared=shared)
+    check(theirs, spec.limited(*limits), 3 * x, fused=fused)
 
 
 @pytest.mark.parametrize("fused", [True, False])

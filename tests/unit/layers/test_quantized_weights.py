@@ -39,6 +39,7 @@ from minisgl_backend.models.decoder import Decoder
 from minisgl_backend.models.gated_delta_net import GatedDeltaNet
 from minisgl_backend.models.indexer import Indexer
 from minisgl_backend.models.kimi_delta import KimiDeltaAttention
+from minisgl_backend.models.latent_attention import LatentAttention
 from minisgl_backend.models.mamba import MambaMixer
 from minisgl_backend.models.quantization import read_quantization
 from minisgl_backend.models.spec import ModelSpec
@@ -1202,10 +1203,12 @@ def test_all_inputs_of_mamba_are_converted(case: str, tmp_path: Path) -> None:
     assert mixers and all(isinstance(mixer.in_proj.matrix, QuantizedMatrix) for mixer in mixers)
 
 
-@pytest.mark.parametrize("case", ["qwen2-moe", "qwen3.5", "qwen3-next", "kimi-linear"])
+@pytest.mark.parametrize(
+    "case", ["qwen2-moe", "qwen3.5", "qwen3-next", "kimi-linear", "bailing-hybrid"]
+)
 def test_what_stays_plain_anyway_is_not_converted(case: str, tmp_path: Path) -> None:
-    """Gates of shared experts, rates of Gated DeltaNet, and what Kimi Delta Attention has besides
-    queries, keys and values."""
+    """Gates of shared experts, rates of Gated DeltaNet, what Kimi Delta Attention has besides wide
+    projections, and gates of latent attention."""
     write_checkpoint(case, tmp_path)
     spec = load_spec(tmp_path)
 
@@ -1225,15 +1228,22 @@ def test_what_stays_plain_anyway_is_not_converted(case: str, tmp_path: Path) -> 
                 assert isinstance(linear.matrix, DenseMatrix)
                 found.append(linear.matrix.weight[-2 * module.local.num_heads :])
             elif isinstance(module, KimiDeltaAttention):
+                shape = module.local
                 rates = module.in_proj if module.rates_proj is None else module.rates_proj
-                count = module.local.num_heads + 2 * module.local.key_dim
-                for linear, rows in (
-                    (rates, count),
-                    (module.f_b_proj, module.local.key_size),
-                    (module.g_b_proj, module.local.value_size),
-                ):
+                small = [(rates, shape.num_heads)]
+                if module.f_b_proj is not None and module.g_b_proj is not None:
+                    small = [
+                        (rates, shape.num_heads + 2 * shape.key_dim),
+                        (module.f_b_proj, shape.key_size),
+                        (module.g_b_proj, shape.value_size),
+                    ]
+                for linear, rows in small:
                     assert isinstance(linear.matrix, DenseMatrix)
                     found.append(linear.matrix.weight[-rows:])
+            elif isinstance(module, LatentAttention) and spec.attention_gates is not None:
+                linear = module.a_proj if module.g_proj is None else module.g_proj
+                assert isinstance(linear.matrix, DenseMatrix)
+                found.append(linear.matrix.weight[-module.num_heads :])
             elif isinstance(module, ExpertsMLP) and module.shared_gate is not None:
                 found.append(module.shared_gate)
         return found

@@ -13,7 +13,7 @@ import pytest
 from minisgl_backend.attention.base import IndexShape, LayerHeads
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.experts_spec import ExpertsSpec, RoutingRule, SharedExpert
-from minisgl_backend.gates import ClampedGate
+from minisgl_backend.gates import ClampedGate, LimitedGate
 from minisgl_backend.models.attention_spec import AttentionGates
 from minisgl_backend.models.catalog import ARCHITECTURES, parse_spec
 from minisgl_backend.models.latent_spec import IndexerSpec, LatentSpec
@@ -78,6 +78,8 @@ from tests.unit.models.config_jsons import (
     LFM2_1_2B,
     LFM2_8B_A1B,
     LFM3_1_7B,
+    LING_3_FLASH,
+    LING_3_TINY,
     LLAMA_3_1_8B,
     LLAMA_4_SCOUT,
     LLAVA_1_5_7B,
@@ -509,6 +511,81 @@ def test_layers_of_kimi_linear() -> None:
 def test_what_kimi_linear_must_not_say(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         parse_spec({**KIMI_LINEAR_48B_A3B, **given})
+
+
+def test_layers_of_ling_3() -> None:
+    spec = parse_spec(LING_3_FLASH)
+    delta = spec.recurrent
+    assert isinstance(delta, KimiDeltaSpec) and len(delta.layers) == 35
+    assert delta.matrices == (32, 128, 128) and delta.conv_width == 4
+    assert delta.direct and delta.least_decay == -5.0
+    assert spec.attention_layers == (5, 11, 17, 23, 29, 35, 41)
+    assert spec.latent == LatentSpec(latent_dim=512, rope_dim=64, nope_dim=128, value_dim=128)
+    assert (spec.rope.theta, spec.rope.rotated, spec.rope.interleaved) == (6e6, 1.0, True)
+    assert spec.scores.scale == 192**-0.5 and spec.context == 2**18
+    assert spec.attention_gates == AttentionGates(apart=True, one_per_head=True)
+    assert spec.num_gates(5) == 32
+    assert spec.moe is not None and spec.moe.layers == frozenset(range(2, 42))
+    routing = spec.moe.experts.routing
+    assert (routing.num_experts, routing.top_k, routing.scale) == (512, 8, 2.5)
+    assert (routing.num_groups, routing.top_groups) == (8, 4)
+    assert 123.5 < spec.num_parameters / 1e9 < 124.5  # with the embedding and the output head
+    # published are 124 and 5.1, with one of them
+    active = spec.num_active_parameters + spec.vocab_size * spec.hidden_size
+    assert 5.0 < active / 1e9 < 5.2
+    guessing = spec.with_mtp()
+    assert guessing.attention_layers == (*spec.attention_layers, 42)
+    assert guessing.moe is not None and guessing.moe.of_layer(42) == spec.moe.experts
+
+    tiny = parse_spec(LING_3_TINY)
+    assert tiny.latent is not None and tiny.latent.query_rank == 256
+    assert tiny.attention_layers == (3, 7, 11, 15, 19, 23)
+    assert tiny.moe is not None and not tiny.moe.limits
+    assert 7.8 < tiny.num_parameters / 1e9 < 8.0
+    softly = parse_spec({**LING_3_TINY, "kda_safe_gate": False})
+    assert isinstance(softly.recurrent, KimiDeltaSpec) and softly.recurrent.least_decay is None
+    dense = parse_spec({**LING_3_TINY, "mlp_layer_types": ["dense"] * 24})
+    assert dense.moe is None
+
+
+def test_limits_of_ling_3() -> None:
+    moe = parse_spec(LING_3_FLASH).moe
+    assert moe is not None and min(moe.limits) == 34
+    plain, shared = moe.of_layer(33), moe.of_layer(34)
+    assert plain == moe.experts and plain.gate_of_shared == "silu"
+    assert shared.gate == "silu" and shared.gate_of_shared == LimitedGate(5.0)
+    both = moe.of_layer(41)
+    assert both.gate == LimitedGate(4.0) and both.gate_of_shared == LimitedGate(7.0)
+    given = {"expert_swiglu_limit_list": [None] * 41 + [4], "share_expert_swiglu_limit_list": None}
+    alone = parse_spec({**LING_3_FLASH, **given}).moe
+    assert alone is not None and alone.of_layer(41).gate_of_shared == "silu"
+    assert [alone.of_layer(layer).gate for layer in (40, 41)] == ["silu", LimitedGate(4.0)]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"attention_bias": True}, "attention_bias True is not supported"),
+        (
+            {"gated_attention_proj_granularity_type": "element_wise"},
+            "gated_attention_proj_granularity_type 'element_wise' is not supported",
+        ),
+        ({"expert_swiglu_limit_list": [4]}, "expert_swiglu_limit_list must be 42 numbers or more"),
+        ({"share_expert_swiglu_limit_list": ["a"] * 42}, "limit_list[0] must be a number"),
+        ({"kda_lower_bound": 5.0}, "kda_lower_bound must be a number below 0 and above -1000"),
+        ({"layer_group_size": 5}, "layer_group_size must be a divisor of num_hidden_layers (42)"),
+        ({"moe_shared_expert_intermediate_size": 512}, "512 is not supported, only 768"),
+        ({"mtp_use_kda": True}, "mtp_use_kda True is not supported"),
+        ({"no_kda_lora": False}, "no_kda_lora False is not supported"),
+        ({"num_experts": 0}, "num_experts must be an integer >= 1, got 0"),
+        ({"score_function": "softmax"}, "score_function 'softmax' is not supported"),
+        ({"use_mla_nope": True}, "use_mla_nope True is not supported"),
+        ({"value_norm": True}, "value_norm True is not supported"),
+    ],
+)
+def test_what_ling_3_must_not_say(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        parse_spec({**LING_3_FLASH, **given})
 
 
 def test_layers_of_smollm_3_without_rotation() -> None:
@@ -2109,6 +2186,8 @@ def test_every_architecture_is_tested() -> None:
             GEMMA_2_9B,
             OLMO_HYBRID_7B,
             KIMI_LINEAR_48B_A3B,
+            LING_3_FLASH,
+            {**LING_3_FLASH, "architectures": ["BailingHybridForCausalLM"], "auto_map": None},
             NANOCHAT_D32,
             MINICPM3_4B,
             HELIUM_1_2B,

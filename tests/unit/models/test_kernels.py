@@ -24,7 +24,7 @@ from minisgl_backend.attention.own_kernels import TritonDecode, TritonPrefill
 from minisgl_backend.execution.states import StateStorage
 from minisgl_backend.execution.storage import KVStorage
 from minisgl_backend.experts_spec import RoutingRule
-from minisgl_backend.gates import ClampedGate, Gate
+from minisgl_backend.gates import ExpertsGate, Gate
 from minisgl_backend.kernels import float8_rows, linear_cut, small_batch, wide_linear
 from minisgl_backend.kernels.activation import open_gates_reference
 from minisgl_backend.kernels.adapters import (
@@ -164,6 +164,7 @@ def pages_of(model: Decoder) -> list[PagedKV]:
     + [("apertus", True), ("cohere2-moe", True), ("starcoder2", True), ("laguna", True)]
     + [("lfm2", True), ("lfm2-moe", True), ("lfm3", True)]
     + [("olmo-hybrid", True), ("kimi-linear", True)]
+    + [("bailing-hybrid", True), ("bailing-v3", True)]
     + [("granite-hybrid", True), ("granite-hybrid-dense", True)]
     + [(case, True) for case in ("deepseek-v2-lite", "glm4-moe-lite", "broad-latents")],
 )
@@ -653,7 +654,7 @@ class TwinExperts:
         held: tuple[int, int],
         *shapes: object,
         kinds: tuple[CodesKind, CodesKind] | None,
-        gate: Gate | ClampedGate | None,
+        gate: ExpertsGate | None,
         hidden_size: int,
         wide: bool,
         shared: bool,

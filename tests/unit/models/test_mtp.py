@@ -19,6 +19,7 @@ from tests.unit.models.config_jsons import (
     GLM_4_7_FLASH,
     HY3,
     KIMI_LINEAR_48B_A3B,
+    LING_3_FLASH,
     QWEN_3_0_6B,
     QWEN_3_5_MOE,
 )
@@ -72,6 +73,14 @@ NAMES: dict[str, tuple[dict[str, Any], dict[str, str | None]]] = {
         {
             "model.layers.80.final_layernorm.weight": "shared_head.norm.weight",
             "model.layers.80.mlp.router.gate.weight": "mlp.gate.weight",
+        },
+    ),
+    "ling-3.0-flash": (
+        LING_3_FLASH,
+        {
+            "model.layers.42.final_layernorm.weight": "shared_head.norm.weight",
+            "model.layers.42.attention.g_proj.weight": "self_attn.g_proj.weight",
+            "model.layers.42.mlp.gate.expert_bias": "mlp.gate.e_score_correction_bias",
         },
     ),
 }

@@ -43,6 +43,7 @@ def no_attention(q: Tensor, kv: PagedKV, layer: int) -> Tensor:
         ("qwen3.5", 1),
         ("qwen3-next", 2),
         ("kimi-linear", 2),
+        ("bailing-hybrid", 2),
     ],
 )
 def test_a_step_may_have_checks_beside_a_prompt(case: str, size: int, tmp_path: Path) -> None:

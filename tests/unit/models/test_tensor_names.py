@@ -112,10 +112,12 @@ def test_shapes_of_stacks_tell_their_order(
         assert (stored.shape, stored.transposed) == (of_expert, transposed)
 
 
-def test_matrices_of_one_row_are_vectors() -> None:
-    names = TensorNames(one_row=(".gate.correction",))
+def test_vectors_with_dimensions_of_one_besides() -> None:
+    names = TensorNames(vectors=(".gate.correction",))
     name = "model.layers.1.mlp.gate.correction"
-    assert list(names.weights(name, (1, 8))) == [(name, StoredAs(name, (8,), (0,)))]
+    assert list(names.weights(name, (1, 8))) == [(name, StoredAs(name, (8,), (0, slice(0, 8))))]
+    ((_, stored),) = names.weights(name, (1, 1, 8, 1))
+    assert stored.shape == (8,) and stored.within([slice(2, 4)]) == (0, 0, slice(2, 4), 0)
     for shape in ((8,), (2, 8)):  # the latter does not fit
         assert list(names.weights(name, shape)) == [(name, StoredAs(name, shape))]
 
@@ -297,6 +299,10 @@ def test_a_missing_tensor_has_the_publishers_name(checkpoints: Path, tmp_path: P
         ("kimi-linear", "model.layers.2.self_attn.v_conv1d.weight"),
         ("kimi-linear", "model.layers.2.block_sparse_moe.experts.5.w2.weight"),
         ("kimi-linear", "model.layers.3.self_attn.kv_b_proj.weight"),
+        ("bailing-hybrid", "model.word_embeddings.weight"),
+        ("bailing-hybrid", "model.layers.0.attention.f_proj.weight"),
+        ("bailing-hybrid", "model.layers.1.mlp.gate.expert_bias"),
+        ("bailing-hybrid", "model.layers.2.attention.g_proj.weight"),
         ("olmo-hybrid", "model.layers.0.attention_layer_norm.weight"),
         ("olmo-hybrid", "model.layers.1.linear_attn.k_conv1d.weight"),
         ("olmo-hybrid", "model.layers.2.linear_attn.g_proj.weight"),

@@ -59,6 +59,13 @@ def shown(source: str, **variables: Any) -> ChatFormat:
             False,
         ),
         (
+            "LING_3",
+            "glm",
+            {"<tool_call>", "</tool_call>", "<arg_key>", "<arg_value>"},
+            THINK,
+            False,
+        ),
+        (
             "MINIMAX_M2",
             "minimax",
             {

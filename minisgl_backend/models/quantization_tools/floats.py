@@ -19,7 +19,8 @@ def read_fp8(config: ConfigReader) -> list[Rule]:
     fmt = config.word("fmt", "e4m3")
     if fmt not in ("e4m3", "float8_e4m3fn"):
         raise ConfigError(f"{config.where}: fmt {fmt!r} is not supported, only 'e4m3'")
-    only(config, "expert_dtype", config.word("expert_dtype", "fp8"), "fp8")
+    for key in ("expert_dtype", "routed_experts_quant_method"):
+        only(config, key, config.word(key, "fp8"), "fp8")
     form = WeightFormat(
         layout=Layout.FP8,
         encoding=Encoding.E4M3,

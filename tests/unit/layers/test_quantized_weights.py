@@ -744,6 +744,10 @@ REFUSED: Final[dict[str, tuple[dict[str, Any], str]]] = {
         {"quant_method": "fp8", "expert_dtype": "fp4"},
         "expert_dtype 'fp4' is not supported, only 'fp8'",
     ),
+    "routed experts": (
+        {"quant_method": "fp8", "routed_experts_quant_method": "mxfp4"},
+        "routed_experts_quant_method 'mxfp4' is not supported, only 'fp8'",
+    ),
     "awq group": ({"quant_method": "awq", "group_size": 20}, "group_size must be -1 or a multiple"),
     "gptq bits": ({"quant_method": "gptq", "bits": 3}, "bits 3 is not supported, only 4 and 8"),
     "gptq marlin": (

@@ -1,11 +1,13 @@
 // The Hopper (sm_90a) instructions that the GEMMs here share: barriers, bulk copies and announced copies in shared
-// memory, addresses in the shared memory of other thread blocks, descriptors of matrices, register lists and waits for
-// the MMAs of warpgroups, the MMA of a warp, and fragments. Nothing here knows about tiles or rings. The MMAs of
-// warpgroups are where their sizes are known (`tile_gemm.cuh`, `wide_mma.cuh`).
+// memory, addresses in the shared memory of other thread blocks, descriptors of matrices, and register lists and waits
+// for the MMAs of warpgroups. Nothing here knows about tiles or rings. The MMAs of warpgroups are where their sizes are
+// known (`tile_gemm.cuh`, `wide_mma.cuh`), those of a warp in `fragments.cuh`.
 
 #pragma once
 
 #include "basics.cuh"
+#include "copies.cuh"
+#include "fragments.cuh"
 
 struct __align__(64) TensorMap { u64 words[16]; };
 
@@ -36,19 +38,6 @@ __device__ __forceinline__ void load_bytes(u32 to, const void* from, u32 count, 
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                  :: "r"(to), "l"(from), "r"(count), "r"(barrier) : "memory");
 }
-
-// the copies of a thread (cp.async), each of 16 bytes
-__device__ __forceinline__ void copy_16(u32 to, const void* from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(to), "l"(from) : "memory");
-}
-
-// writes zeros if `inside` is false
-__device__ __forceinline__ void copy_16(u32 to, const void* from, bool inside) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
-                 :: "r"(to), "l"(from), "r"(inside ? 16 : 0) : "memory");
-}
-
-__device__ __forceinline__ void wait_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // arrives once this thread's copies are there
 __device__ __forceinline__ void arrive_copied(u32 barrier) {
@@ -85,26 +74,6 @@ __device__ __forceinline__ void end_mma() {
 template <int AFTER>
 __device__ __forceinline__ void wait_mma() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(AFTER) : "memory");
-}
-
-// c += 16 rows of a times 8 rows of b, over 16 numbers, by one warp
-__device__ __forceinline__ void add_product(
-    float* c, u32 a, u32 a_8, u32 a_next, u32 a_8_next, u32 b, u32 b_next) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : C4(0) : "r"(a), "r"(a_8), "r"(a_next), "r"(a_8_next), "r"(b), "r"(b_next));
-}
-
-__device__ __forceinline__ u32 pack(float low, float high) {
-    u32 out;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
-    return out;
-}
-
-// turns a fragment of 8 features by 8 tokens into one of 8 tokens by 8 features
-__device__ __forceinline__ u32 transposed(u32 fragment) {
-    u32 out;
-    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(fragment));
-    return out;
 }
 
 __device__ __forceinline__ void publish_barriers() {

@@ -121,8 +121,7 @@ __device__ __forceinline__ void unpack(float (&x)[COLUMNS], u32 word) {
 #elif KIND == 1
     x[0] = __uint_as_float(word << 16), x[1] = __uint_as_float(word & 0xffff0000);
 #else
-    asm("{ .reg .f16 low, high; mov.b32 {low, high}, %2; cvt.f32.f16 %0, low; cvt.f32.f16 %1, high; }"
-        : "=f"(x[0]), "=f"(x[1]) : "r"(word));
+    x[0] = from_float16((u16)word), x[1] = from_float16((u16)(word >> 16));
 #endif
 }
 
@@ -134,9 +133,7 @@ __device__ __forceinline__ u32 packed(const float (&x)[COLUMNS]) {
     return pack(x[0], x[1]);
 #else
     const auto clamped = [](float x) { return x != x ? x : fminf(fmaxf(x, -65504), 65504); };
-    u32 word;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(clamped(x[1])), "f"(clamped(x[0])));
-    return word;
+    return pack_float16(clamped(x[0]), clamped(x[1]));
 #endif
 }
 

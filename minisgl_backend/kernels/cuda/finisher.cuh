@@ -22,9 +22,7 @@ __device__ __forceinline__ uint4 pack(const float (&from)[8]) {
 __device__ __forceinline__ uint2 pack_float8(const float (&from)[8]) {
     u16 pairs[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
-        asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;"
-            : "=h"(pairs[i]) : "f"(from[2 * i + 1]), "f"(from[2 * i]));
+    for (int i = 0; i < 4; ++i) pairs[i] = pack_float8(from[2 * i], from[2 * i + 1]);
     return make_uint2(pairs[0] | (u32)pairs[1] << 16, pairs[2] | (u32)pairs[3] << 16);
 }
 

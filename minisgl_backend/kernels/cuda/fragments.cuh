@@ -27,6 +27,13 @@ __device__ __forceinline__ float from_float16(u16 x) {
     return out;
 }
 
+// two numbers as float8 (e4m3); larger ones become the largest
+__device__ __forceinline__ u16 pack_float8(float low, float high) {
+    u16 out;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(out) : "f"(high), "f"(low));
+    return out;
+}
+
 // two pairs of float8 (e4m3) -> two pairs of float16
 __device__ __forceinline__ void widen(u32& low, u32& high, u32 word) {
     asm("{ .reg .b16 l, h; mov.b32 {l, h}, %2;\n"

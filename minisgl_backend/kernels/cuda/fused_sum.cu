@@ -42,34 +42,14 @@ struct Arguments {
 
 // ---- vectors
 
-__device__ __forceinline__ float low(u32 pair) {
-#if HALF
-    float out;
-    asm("{ .reg .b16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, l; }" : "=f"(out) : "r"(pair));
-    return out;
-#else
-    return __uint_as_float(pair << 16);
-#endif
-}
+__device__ __forceinline__ float low(u32 pair) { return HALF ? from_float16((u16)pair) : to_float((u16)pair); }
 
 __device__ __forceinline__ float high(u32 pair) {
-#if HALF
-    float out;
-    asm("{ .reg .b16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, h; }" : "=f"(out) : "r"(pair));
-    return out;
-#else
-    return __uint_as_float(pair & 0xffff0000);
-#endif
+    return HALF ? from_float16((u16)(pair >> 16)) : __uint_as_float(pair & 0xffff0000);
 }
 
 __device__ __forceinline__ u32 rounded(float low, float high) {
-#if HALF
-    u32 out;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
-    return out;
-#else
-    return pack(low, high);
-#endif
+    return HALF ? pack_float16(low, high) : pack(low, high);
 }
 
 __device__ __forceinline__ Vector sendable(Vector v) {

@@ -60,11 +60,6 @@ __device__ __forceinline__ void wait_for_copies() {
 
 // ---- MMAs
 
-__device__ __forceinline__ void multiply(float (&c)[4], u32 a, u32 a_8, u32 a_next, u32 a_8_next, u32 b, u32 b_next) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : C4(0) : "r"(a), "r"(a_8), "r"(a_next), "r"(a_8_next), "r"(b), "r"(b_next));
-}
-
 // A lane's part of x in a batch: the in_features of its column that match its codes in each unit.
 struct Column {
     u32 words[OF_COLUMN][4 * PAIRS];
@@ -93,7 +88,7 @@ struct Column {
         for (int unit = 0; unit < OF_COLUMN; ++unit)
 #pragma unroll
             for (int i = 0; i < 4 * PAIRS; i += 2)
-                multiply(c, ONES, ONES, ONES, ONES, words[unit][i], words[unit][i + 1]);
+                add_product(c, ONES, ONES, ONES, ONES, words[unit][i], words[unit][i + 1]);
         sums[0] = c[0], sums[1] = c[1];
     }
 };
@@ -110,7 +105,7 @@ __device__ __forceinline__ void multiply_unit(
     for (int pair = 0; pair < PAIRS; ++pair)
 #pragma unroll
         for (int i = 0; i < 4; i += 2)   // x of neighbouring words is in neighbouring registers
-            multiply(c, number(0, i, pair), number(1, i, pair), number(0, i + 1, pair), number(1, i + 1, pair),
+            add_product(c, number(0, i, pair), number(1, i, pair), number(0, i + 1, pair), number(1, i + 1, pair),
                      x[4 * pair + i], x[4 * pair + i + 1]);
 }
 

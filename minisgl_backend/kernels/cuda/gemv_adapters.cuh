@@ -51,8 +51,8 @@ __device__ __forceinline__ void leave_sums(const Arguments& args, int warp, floa
 #pragma unroll
             for (int i = 0; i < PIECE / 32; ++i) {
                 const uint4 low = a[piece][i][0], high = a[piece][i][1];
-                multiply(c, low.x, high.x, low.y, high.y, x[i].x, x[i].y);
-                multiply(c, low.z, high.z, low.w, high.w, x[i].z, x[i].w);
+                add_product(c, low.x, high.x, low.y, high.y, x[i].x, x[i].y);
+                add_product(c, low.z, high.z, low.w, high.w, x[i].z, x[i].w);
             }
         }
         if (quarter == 0) parts[warp][row] = c[0], parts[warp][row + 8] = c[2];

@@ -59,8 +59,7 @@ struct Head {
 
     __device__ __forceinline__ void store(u8* to, const float (&x)[ITEMS], int at, float scale) const {
         if (FP8) {
-            u16 both;
-            asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(both) : "f"(x[ITEMS - 1] * scale), "f"(x[0] * scale));
+            const u16 both = pack_float8(x[0] * scale, x[ITEMS - 1] * scale);
             if (ITEMS == 2)
                 *reinterpret_cast<u16*>(to + at) = both;
             else

@@ -144,11 +144,6 @@ __device__ __forceinline__ void multiply_steps(float (&c)[TOKENS / 2], u32 ring,
     release(first + count - 1);
 }
 #else
-__device__ __forceinline__ void load_matrices(u32 (&to)[4], u32 from) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(from));
-}
-
 // x, which the compiler then keeps in a register; otherwise it would compute x again in each step
 __device__ __forceinline__ u32 kept(u32 x) {
     asm("mov.b32 %0, %0;" : "+r"(x));
@@ -218,7 +213,7 @@ __device__ __forceinline__ void read_numbers(u32 (&a)[4][4], u32 from, int part,
 #pragma unroll
         for (int k = 0; k < 4; k += 2) {
             u32 codes[4];
-            load_matrices(codes, from ^ 16 * (4 * part + k));
+            load_matrices<false>(codes, from ^ 16 * (4 * part + k));
 #pragma unroll
             for (int i = 0; i < 2; ++i)
 #pragma unroll
@@ -227,7 +222,7 @@ __device__ __forceinline__ void read_numbers(u32 (&a)[4][4], u32 from, int part,
         }
     } else {
         u32 codes[4];
-        load_matrices(codes, from ^ 32 * part);
+        load_matrices<false>(codes, from ^ 32 * part);
 #pragma unroll
         for (int k = 0; k < 4; ++k)
 #pragma unroll
@@ -284,12 +279,12 @@ struct Operands {
         const u32 tokens_at = from + WEIGHT_BYTES + 2 * half * TOKEN_BYTES + places.tokens;
 #pragma unroll
         for (int i = 0; i < BITS / 2; ++i)   // of 32 bytes a row
-            load_matrices(codes[i], codes_at ^ 16 * (half * BITS + 2 * i));
+            load_matrices<false>(codes[i], codes_at ^ 16 * (half * BITS + 2 * i));
 #pragma unroll
         for (int i = 0; i < TOKENS / 8; ++i)
 #pragma unroll
             for (int j = 0; j < 4; ++j)
-                load_matrices(x[i][j], (tokens_at + j / 2 * TOKEN_BYTES + i * 1024) ^ 64 * (j % 2));
+                load_matrices<false>(x[i][j], (tokens_at + j / 2 * TOKEN_BYTES + i * 1024) ^ 64 * (j % 2));
 #pragma unroll
         for (int i = 0; i < 2; ++i)
             if (POWERS && i) scales[i] = scales[0];   // one word for both
@@ -301,11 +296,6 @@ struct Operands {
 // of the sum of the token's in_features, which an MMA with ones gives.
 constexpr bool SUBTRACTS = CODE == 3 && GROUP && TOKENS == 8;
 
-__device__ __forceinline__ void multiply(float* c, const u32 (&a)[4], const u32* b) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : C4(0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-}
-
 // Adds 16 in_features to one of the `sums`. With two of them, no MMA waits for the one before it.
 __device__ __forceinline__ void multiply(
     float (&sums)[CHAINS][TOKENS / 2], float (&of_ones)[CHAINS][TOKENS / 2], const Operands& from, int k) {
@@ -316,12 +306,12 @@ __device__ __forceinline__ void multiply(
         const int pair = BITS == 8 ? j / 2 : k % 2 * 2 + j / 2;
         a[j] = SUBTRACTS ? raw_numbers(codes, pair) : numbers(codes, pair, from.scales[k / 4].by(k, j % 2));
     }
-    const u32 ones[4] = {0x3f803f80, 0x3f803f80, 0x3f803f80, 0x3f803f80};
+    constexpr u32 ONES = 0x3f803f80;   // two
 #pragma unroll
     for (int i = 0; i < TOKENS / 8; ++i) {
         const u32* const b = from.x[i][k / 2] + k % 2 * 2;
-        multiply(sums[k % CHAINS] + 4 * i, a, b);
-        if (SUBTRACTS) multiply(of_ones[k % CHAINS] + 4 * i, ones, b);
+        add_product(sums[k % CHAINS] + 4 * i, a[0], a[1], a[2], a[3], b[0], b[1]);
+        if (SUBTRACTS) add_product(of_ones[k % CHAINS] + 4 * i, ONES, ONES, ONES, ONES, b[0], b[1]);
     }
 }
 

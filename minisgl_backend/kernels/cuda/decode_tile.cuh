@@ -14,8 +14,8 @@ __device__ __forceinline__ int dimension(int step, int row) {
     return 16 * step + row;
 }
 
-// the dimension of the head that is number `i` of lanes `j` in fragment `step` of Q^T, for 16-bit fragments or for those
-// made from float8
+// the dimension of the head that is number `i` of a lane with pair of columns `j` in fragment `step` of Q^T, for 16-bit
+// fragments or for those made from float8
 __device__ __forceinline__ int q_dimension(int step, int i, int j) {
     return FP8 ? j * (HEAD_DIM / 4) + 4 * step + i : 16 * step + 2 * j + i / 2 * 8 + i % 2;
 }

@@ -3,6 +3,8 @@
 
 #pragma once
 
+#include "numbered_words.cuh"
+
 // ---- instructions
 
 __device__ __forceinline__ void unpack(float (&to)[8], const uint4& from) {
@@ -60,18 +62,6 @@ __device__ __forceinline__ uint2 load_4(const u16* from) {
     uint2 out;
     asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(out.x), "=r"(out.y) : "l"(from));
     return out;
-}
-
-// Loads two pairs, each followed by the number of its launch, that another thread block may be writing.
-__device__ __forceinline__ uint4 load_pairs(const uint4* from) {
-    uint4 out;
-    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(out.x), "=r"(out.y), "=r"(out.z), "=r"(out.w) : "l"(from) : "memory");
-    return out;
-}
-
-__device__ __forceinline__ void store_pair(uint2* to, u32 pair, u32 launch) {
-    asm volatile("st.relaxed.gpu.global.v2.u32 [%0], {%1, %2};" :: "l"(to), "r"(pair), "r"(launch) : "memory");
 }
 
 // JOINED: how often this thread block has run, which is the same for all. It is read once all kernels before this one
@@ -249,7 +239,7 @@ struct Finisher {
                     slots[j] = slot_of(8 * (i + j), row);
 #pragma unroll
                     for (int side = 0; side <= GATED; ++side)
-                        if (JOINED) pairs[j][side] = load_pairs(of.pairs + inner_at(j, side) / 4);
+                        if (JOINED) pairs[j][side] = load_numbered(of.pairs + inner_at(j, side) / 4);
                         else x[j][side] = load_4(of.inner + inner_at(j, side));
                 }
                 if (!HOLDS_B || rank + i > 0) read_b(i, rank);
@@ -261,7 +251,7 @@ struct Finisher {
                         for (int side = 0; side <= GATED; ++side) {
                             uint4& both = pairs[j][side];
                             while (__any_sync(ALL, slots[j] && (both.y != launch || both.w != launch)))
-                                both = load_pairs(of.pairs + inner_at(j, side) / 4);
+                                both = load_numbered(of.pairs + inner_at(j, side) / 4);
                             x[j][side] = make_uint2(both.x, both.z);
                         }
                     const auto add = [&](const uint2& low, const uint2& high, bool is_mine) {
@@ -311,7 +301,7 @@ struct Finisher {
                 const int rank = __shfl_sync(ALL, ranks[i / 4], 8 * i % 32 + in_8);
                 const u32 pair = column % of.max_rank < rank ? pack(odd ? other : first, odd ? second : other) : 0;
                 const u64 at = ((u64)(first_token + 8 * i + in_8) * of.columns + column) / 2;
-                if (is_mine) store_pair(pairs + at, pair, launch);
+                if (is_mine) store_numbered(pairs + at, pair, launch);
             }
         }
     }

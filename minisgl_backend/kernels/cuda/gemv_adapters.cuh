@@ -2,18 +2,7 @@
 
 #pragma once
 
-// Two sums, each followed by the number of its launch, that another thread block may be writing.
-__device__ __forceinline__ uint4 load_sums(const uint2* from) {
-    uint4 out;
-    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(out.x), "=r"(out.y), "=r"(out.z), "=r"(out.w) : "l"(from) : "memory");
-    return out;
-}
-
-__device__ __forceinline__ void store_sum(uint2* to, float sum, u32 launch) {
-    asm volatile("st.relaxed.gpu.global.v2.u32 [%0], {%1, %2};"
-                 :: "l"(to), "r"(__float_as_uint(sum)), "r"(launch) : "memory");
-}
+#include "numbered_words.cuh"
 
 // Called by one of the first thread blocks: computes 16 sums of x A^T. A warp's products are those of `shrink` in
 // `adapters.cu`, except that all tokens of an MMA are the same token.
@@ -62,7 +51,7 @@ __device__ __forceinline__ void leave_sums(const Arguments& args, int warp, floa
         float sum = 0;
 #pragma unroll
         for (int i = 0; i < WARPS; ++i) sum += parts[i][threadIdx.x];
-        store_sum(of.sums + part * of.columns + column + threadIdx.x, sum, launch);
+        store_numbered(of.sums + part * of.columns + column + threadIdx.x, __float_as_uint(sum), launch);
     }
     if (threadIdx.x == 0) *launches = launch;   // all threads have read it
 }
@@ -87,7 +76,7 @@ struct Expansion {
         const int lane = threadIdx.x % 32;
         const uint2* const from = of.sums + lane / 8 * of.columns + first + 2 * (lane % 8);
         const auto is_there = [&](int i) { return lane / 8 + 4 * i < PARTS_OF_A; };
-        const auto load = [&](int i) { return load_sums(from + 4 * i * of.columns); };
+        const auto load = [&](int i) { return load_numbered(from + 4 * i * of.columns); };
         uint4 sums[OF_LANE];
 #pragma unroll
         for (int i = 0; i < OF_LANE; ++i)

@@ -296,10 +296,114 @@ __device__ __forceinline__ void prepare(const Arguments& args, u8* ring, Shared&
     walk(args, begin, take);
 }
 
-// ---- the consumers
+// ---- the consumers, each with some columns and a part of the rows of a state
+
+// The pending corrections of a tile, and this token's place behind them.
+struct Pending {
+    const float* corrections;   // [PAST, N], by place
+    int first, place;
+    float decay;                // of the state
+
+    __device__ __forceinline__ Pending(const u8* stage, const Ready& ready)
+        : corrections(reinterpret_cast<const float*>(stage + AT_NEW)), first(ready.begin), place(ready.place),
+          decay(ready.decay) {}
+};
+
+// known, found = the state's part times the key and the query.
+__device__ __forceinline__ void read_state(
+    float (&known)[COLUMNS], float (&found)[COLUMNS], const Ready& ready, const u32* words, int part) {
+#pragma unroll 4
+    for (int row = 0; row < ROWS; row += 4) {
+        const float4 k = reinterpret_cast<const float4*>(ready.k)[(part * ROWS + row) / 4];
+        const float4 q = reinterpret_cast<const float4*>(ready.q)[(part * ROWS + row) / 4];
+        const float ks[4] = {k.x, k.y, k.z, k.w}, qs[4] = {q.x, q.y, q.z, q.w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            float state[COLUMNS];
+            unpack(state, words[(row + i) * LANES]);
+#pragma unroll
+            for (int j = 0; j < COLUMNS; ++j) known[j] += state[j] * ks[i], found[j] += state[j] * qs[i];
+        }
+    }
+}
+
+// Adds what the key and the query read of pending corrections, a part of them each.
+__device__ __forceinline__ void add_pending(
+    float (&known)[COLUMNS], float (&found)[COLUMNS], const Ready& ready, const Pending& pending, int column,
+    int part) {
+#pragma unroll
+    for (int i = 0; i < EVERY; i += PARTS) {
+        const int at = i + part;
+        if (at < pending.first || at >= pending.place) continue;
+#pragma unroll
+        for (int j = 0; j < COLUMNS; ++j) {
+            const float correction = pending.corrections[at * N + column + j];
+            known[j] += ready.alike[at] * correction, found[j] += ready.asked[at] * correction;
+        }
+    }
+}
+
+// The token's correction and output. Called by N threads, one for each column, once all parts are in `once`.
+__device__ __forceinline__ void finish_column(
+    const Arguments& args, const Tile& tile, const Ready& ready, Shared& once, int place) {
+    const int thread = threadIdx.x, turn = tile.number % 2;
+    float known = 0, found = 0;
+#pragma unroll
+    for (int i = 0; i < PARTS; ++i) known += once.known[turn][i][thread], found += once.found[turn][i][thread];
+    const float correction = (ready.v[thread] - known) * ready.rate;
+    found += ready.q_k * correction;
+    if (place == PAST)
+        once.correction[thread] = correction;
+    else
+        args.corrections[((tile.slot * HEADS + tile.head) * EVERY + place) * N + thread] = correction;
+    float squares[1] = {found * found};
+    sum_warp(squares);
+    if (thread % 32 == 0) once.squares[turn][thread / 32] = squares[0];
+    meet(2, N);
+    const float* const all = once.squares[turn];
+    const float by = rsqrtf((all[0] + all[1] + all[2] + all[3]) / N + args.eps);
+    args.out[(tile.row * HEADS + tile.head) * N + thread] = rounded(found * by * ready.gate[thread]);
+}
+
+// Makes a part of the state what it is after this token, with all corrections that were pending.
+__device__ __forceinline__ void write_state(
+    u32* words, const u8* stage, const Ready& ready, const Pending& pending, const Shared& once, int column, int part) {
+    float last[COLUMNS], past[PAST][COLUMNS];
+#pragma unroll
+    for (int j = 0; j < COLUMNS; ++j) {
+        last[j] = once.correction[column + j];
+#pragma unroll
+        for (int i = 0; i < PAST; ++i)
+            past[i][j] = i < pending.first ? 0 : ready.left[i] * pending.corrections[i * N + column + j];
+    }
+#pragma unroll 2
+    for (int row = 0; row < ROWS; row += 4) {
+        float state[4][COLUMNS];
+        const auto add = [&](const float* key, const float (&correction)[COLUMNS]) {
+            const float4 keys = reinterpret_cast<const float4*>(key)[(part * ROWS + row) / 4];
+            const float of_rows[4] = {keys.x, keys.y, keys.z, keys.w};
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+#pragma unroll
+                for (int j = 0; j < COLUMNS; ++j) state[i][j] += of_rows[i] * correction[j];
+        };
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            unpack(state[i], words[(row + i) * LANES]);
+#pragma unroll
+            for (int j = 0; j < COLUMNS; ++j) state[i][j] *= pending.decay;
+        }
+#pragma unroll
+        for (int i = 0; i < PAST; ++i)
+            if (i >= pending.first) add(reinterpret_cast<const float*>(stage + AT_KEYS) + i * N, past[i]);
+        add(ready.k, last);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) words[(row + i) * LANES] = packed(state[i]);
+    }
+}
 
 __device__ __forceinline__ void consume(const Arguments& args, u8* ring, Shared& once) {
-    const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
+    const int thread = threadIdx.x, lane = thread % 32;
     const int column = thread % LANES * COLUMNS, part = thread / LANES;
     const auto meet_all = [] { meet(1, CONSUMERS); };
     int copied = -1;   // the stage that is copied to its state
@@ -314,95 +418,24 @@ __device__ __forceinline__ void consume(const Arguments& args, u8* ring, Shared&
         u8* const stage = ring + tile.stage() * STAGE_BYTES;
         const Ready& ready = *reinterpret_cast<const Ready*>(stage + AT_READY);
         u32* const words = reinterpret_cast<u32*>(stage) + part * ROWS * LANES + thread % LANES;
-        const float* const corrections = reinterpret_cast<const float*>(stage + AT_NEW);
         const int turn = tile.number % 2;
         wait_barrier(shared_address(once.early + tile.stage()), tile.parity());
         wait_barrier(shared_address(once.full + tile.stage()), tile.parity());
         float known[COLUMNS] = {}, found[COLUMNS] = {};
-#pragma unroll 4
-        for (int row = 0; row < ROWS; row += 4) {
-            const float4 k = reinterpret_cast<const float4*>(ready.k)[(part * ROWS + row) / 4];
-            const float4 q = reinterpret_cast<const float4*>(ready.q)[(part * ROWS + row) / 4];
-            const float ks[4] = {k.x, k.y, k.z, k.w}, qs[4] = {q.x, q.y, q.z, q.w};
+        read_state(known, found, ready, words, part);
+        const Pending pending(stage, ready);
+        const bool is_last = pending.place == PAST;
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                float state[COLUMNS];
-                unpack(state, words[(row + i) * LANES]);
-#pragma unroll
-                for (int j = 0; j < COLUMNS; ++j) known[j] += state[j] * ks[i], found[j] += state[j] * qs[i];
-            }
-        }
-        const bool is_last = ready.place == PAST;
-        const int first = ready.begin, place = ready.place;
-        const float decay = ready.decay;
-#pragma unroll
-        for (int j = 0; j < COLUMNS; ++j) known[j] *= decay, found[j] *= decay;
-#pragma unroll
-        for (int i = 0; i < EVERY; i += PARTS) {   // pending corrections, a part of them each
-            const int at = i + part;
-            if (at < first || at >= place) continue;
-#pragma unroll
-            for (int j = 0; j < COLUMNS; ++j) {
-                const float correction = corrections[at * N + column + j];
-                known[j] += ready.alike[at] * correction, found[j] += ready.asked[at] * correction;
-            }
-        }
+        for (int j = 0; j < COLUMNS; ++j) known[j] *= pending.decay, found[j] *= pending.decay;
+        add_pending(known, found, ready, pending, column, part);
 #pragma unroll
         for (int j = 0; j < COLUMNS; ++j)
             once.known[turn][part][column + j] = known[j], once.found[turn][part][column + j] = found[j];
         meet_all();
-        if (thread < N) {   // one column each
-            float known = 0, found = 0;
-#pragma unroll
-            for (int i = 0; i < PARTS; ++i) known += once.known[turn][i][thread], found += once.found[turn][i][thread];
-            const float correction = (ready.v[thread] - known) * ready.rate;
-            found += ready.q_k * correction;
-            if (is_last)
-                once.correction[thread] = correction;
-            else
-                args.corrections[((tile.slot * HEADS + tile.head) * EVERY + place) * N + thread] = correction;
-            float squares[1] = {found * found};
-            sum_warp(squares);
-            if (lane == 0) once.squares[turn][warp] = squares[0];
-            meet(2, N);
-            const float* const all = once.squares[turn];
-            const float by = rsqrtf((all[0] + all[1] + all[2] + all[3]) / N + args.eps);
-            args.out[(tile.row * HEADS + tile.head) * N + thread] = rounded(found * by * ready.gate[thread]);
-        }
+        if (thread < N) finish_column(args, tile, ready, once, pending.place);
         if (is_last) {
             meet_all();
-            float last[COLUMNS], past[PAST][COLUMNS];
-#pragma unroll
-            for (int j = 0; j < COLUMNS; ++j) {
-                last[j] = once.correction[column + j];
-#pragma unroll
-                for (int i = 0; i < PAST; ++i)
-                    past[i][j] = i < first ? 0 : ready.left[i] * corrections[i * N + column + j];
-            }
-#pragma unroll 2
-            for (int row = 0; row < ROWS; row += 4) {
-                float state[4][COLUMNS];
-                const auto add = [&](const float* key, const float (&correction)[COLUMNS]) {
-                    const float4 keys = reinterpret_cast<const float4*>(key)[(part * ROWS + row) / 4];
-                    const float of_rows[4] = {keys.x, keys.y, keys.z, keys.w};
-#pragma unroll
-                    for (int i = 0; i < 4; ++i)
-#pragma unroll
-                        for (int j = 0; j < COLUMNS; ++j) state[i][j] += of_rows[i] * correction[j];
-                };
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    unpack(state[i], words[(row + i) * LANES]);
-#pragma unroll
-                    for (int j = 0; j < COLUMNS; ++j) state[i][j] *= decay;
-                }
-#pragma unroll
-                for (int i = 0; i < PAST; ++i)
-                    if (i >= first) add(reinterpret_cast<const float*>(stage + AT_KEYS) + i * N, past[i]);
-                add(ready.k, last);
-#pragma unroll
-                for (int i = 0; i < 4; ++i) words[(row + i) * LANES] = packed(state[i]);
-            }
+            write_state(words, stage, ready, pending, once, column, part);
             see_copies();   // what this thread has written, to the copy
             meet_all();
         }

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.kernels.adapters import RANK_STEP, AdapterMemory
-from minisgl_backend.layers.feed_forward import GatedMLP, UngatedMLP
+from minisgl_backend.layers.feed_forward import GatedMLP, LimitedMLP, UngatedMLP
 from minisgl_backend.layers.linear import MergedColumnLinear, RowLinear
 from minisgl_backend.layers.weight_place import Share
 from minisgl_backend.models.adapter_files import AdapterFile, Projection
@@ -205,7 +205,7 @@ def _alike(model: Decoder) -> list[Sequence[MergedColumnLinear | RowLinear]]:
     found: dict[tuple[object, ...], list[MergedColumnLinear | RowLinear]] = {}
     for layer in model.main_layers:
         for part in layer.modules():
-            if not isinstance(part, (SelfAttention, GatedMLP, UngatedMLP)):
+            if not isinstance(part, (SelfAttention, GatedMLP, LimitedMLP, UngatedMLP)):
                 continue
             for name, module in part.named_children():
                 if isinstance(module, (MergedColumnLinear, RowLinear)):

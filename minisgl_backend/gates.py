@@ -32,8 +32,8 @@ class ClampedGate:
 
 @dataclass(frozen=True, slots=True)
 class LimitedGate:
-    """That of some layers of Ling 3.0: up * silu(gate), with silu(gate) at most ``limit`` and up
-    within ``limit`` of 0."""
+    """That of some layers of Ling 3.0 and Step 3.5: up * silu(gate), with silu(gate) at most
+    ``limit`` and up within ``limit`` of 0."""
 
     limit: float
 

@@ -151,6 +151,7 @@ from minisgl_backend.models.families.qwen_hybrid import (
     read_qwen3_next,
 )
 from minisgl_backend.models.families.starcoder import read_starcoder2
+from minisgl_backend.models.families.step import read_step3p5, read_step3p7
 from minisgl_backend.models.quantization import modelopt_file, read_quantization
 from minisgl_backend.models.spec import ModelSpec
 
@@ -342,6 +343,8 @@ ARCHITECTURES: Final[Mapping[str, Callable[[ConfigReader], ModelSpec]]] = Mappin
         "BambaForCausalLM": read_bamba,
         "FalconH1ForCausalLM": read_falcon_h1,
         "NanoChatForCausalLM": read_nanochat,
+        "Step3p5ForCausalLM": read_step3p5,
+        "Step3p7ForConditionalGeneration": read_step3p7,
         "ApertusForCausalLM": read_apertus,
         "ArceeForCausalLM": read_arcee,
         "CwmForCausalLM": read_cwm,
@@ -387,6 +390,7 @@ ARCHITECTURES: Final[Mapping[str, Callable[[ConfigReader], ModelSpec]]] = Mappin
 _DIFFERS_BY_LAYER: Final = frozenset(
     {"Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"}
     | {"Gemma4UnifiedForCausalLM", "Gemma4UnifiedForConditionalGeneration"}
+    | {"Step3p5ForCausalLM", "Step3p7ForConditionalGeneration"}
 )
 """Architectures that read ``per_layer_config``, which transformers knows for all."""
 _POOLING: Final = "pooling_mode_"
@@ -398,6 +402,6 @@ _WITH_NEEDLESS_CODE: Final = frozenset(
     | {"DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM"}
     | {"YoutuForCausalLM", "MiniCPM3ForCausalLM", "HCXVisionV2ForCausalLM"}
     | {"KimiK25ForConditionalGeneration", "KimiLinearForCausalLM", "LagunaForCausalLM"}
-    | {"BailingMoeV3ForCausalLM"}
+    | {"BailingMoeV3ForCausalLM", "Step3p5ForCausalLM", "Step3p7ForConditionalGeneration"}
 )
 """Architectures whose checkpoints come with code that transformers has included since."""

@@ -42,7 +42,7 @@ _BLOCK: Final = 128
 _BLOCKS: Final = (32, 64, 128, 256)
 """Rows that a line of scales may be for."""
 _STACKED: Final = re.compile(
-    r"(?P<experts>.+\.experts)\.(?P<part>gate_up_proj|up_proj|down_proj)"
+    r"(?P<experts>.+\.experts)\.(?P<part>gate_up_proj|gate_proj|up_proj|down_proj)"
     r"(?:_(?P<scale>scale_inv|scale|activation_scale))?"
 )
 BODY: Final = ("embed_tokens.", "layers.", "norm.")
@@ -50,7 +50,7 @@ BODY: Final = ("embed_tokens.", "layers.", "norm.")
 LAYER: Final = re.compile(r"model\.layers\.(\d+)\.")
 """How names of the decoder's weights in a layer begin, with the layer's number."""
 _OTHER_PARTS: Final = re.compile(
-    r"(?:thinker\.)?(?:model\.)?(?:image_newline$|(?:vision_tower|vision_model|visual|connector|multi_modal_projector|mm_projector|audio_tower|embed_vision|embed_audio|vision_embedder|vision_adapter|vision_projection|vision_projector|projector|merger|visual_embeddings_table|layerwise_projectors|spatial_projectors)\.)"
+    r"(?:thinker\.)?(?:model\.)?(?:image_newline$|(?:vision_tower|vision_model|visual|connector|multi_modal_projector|mm_projector|audio_tower|embed_vision|embed_audio|vision_embedder|vision_adapter|vision_projection|vision_projector|projector|vit_large_projector|merger|visual_embeddings_table|layerwise_projectors|spatial_projectors)\.)"
 )
 
 

@@ -834,6 +834,10 @@ def class_of(architecture: str) -> Any:
         return type(architecture, (_newer("Kimi_K25ForConditionalGeneration"),), {})
     if architecture == "BailingMoeV3ForCausalLM":
         return type(architecture, (_newer("BailingHybridForCausalLM"),), {})
+    if architecture == "Step3p5ForCausalLM":
+        config_class = _newer("Step3p7TextConfig")
+        values = {"config_class": config_class, "__init__": _around_step_text}
+        return type(architecture, (LlamaForCausalLM,), values)
     if architecture == "HCXVisionV2ForCausalLM":
         return type(architecture, (_newer("HyperCLOVAXVisionV2ForConditionalGeneration"),), {})
     if "Omni" in architecture and "Thinker" not in architecture:
@@ -842,6 +846,14 @@ def class_of(architecture: str) -> Any:
     if config := _AS_LLAMA.get(architecture):
         return type(architecture, (LlamaForCausalLM,), {"config_class": _newer(config)})
     return _newer(architecture)
+
+
+def _around_step_text(self: Any, config: Any) -> None:
+    """The text part of Step 3.7 with an output head, of which transformers has no class."""
+    PreTrainedModel.__init__(self, config)
+    self.model = _newer("Step3p7TextModel")(config)
+    self.lm_head = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+    self.post_init()
 
 
 def _think(self: Any, *args: Any, **options: Any) -> Any:
@@ -999,6 +1011,36 @@ def _laguna(**changes: Any) -> PreTrainedModel:
     }
     config = _newer("LagunaConfig")(**{**_SHAPE, **experts, **sizes, **layers, **changes})
     return cast(PreTrainedModel, _newer("LagunaForCausalLM")(config))
+
+
+def _step(*, seeing: bool = True, **changes: Any) -> PreTrainedModel:
+    """Layers with windows have more heads than the others, and the last two gates with limits."""
+    experts = {"moe_intermediate_size": 48, "n_routed_experts": 8, "num_experts_per_tok": 3}
+    sizes = {"share_expert_dim": 80, "head_dim": 32, "num_hidden_layers": 3, "sliding_window": 20}
+    text: dict[str, Any] = {
+        **_SHAPE,
+        **experts,
+        **sizes,
+        "moe_router_scaling_factor": 2.5,
+        "pad_token_id": 0,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "num_sliding_attention_heads": 8,
+        "rope_parameters": {
+            "full_attention": {**_LLAMA3, "partial_rotary_factor": 0.5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+        },
+        "swiglu_limits": [0.0, None, 0.5],
+        "swiglu_limits_shared": [0.0, 0.7, 0.25],
+        **changes,
+    }
+    if not seeing:
+        config = _newer("Step3p7TextConfig")(**text)
+        return _corrected(class_of("Step3p5ForCausalLM")(config))
+    vision = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"image_size": 28, "patch_size": 14}
+    config = _newer("Step3p7Config")(text_config=text, vision_config=vision)
+    return _corrected(_newer("Step3p7ForConditionalGeneration")(config))
 
 
 def _nemotron(**changes: Any) -> PreTrainedModel:
@@ -1899,6 +1941,29 @@ CASES: Final[Mapping[str, Callable[[], PreTrainedModel]]] = MappingProxyType(
             rope_parameters=dict(_LATENT_YARN),
             expert_swiglu_limit_list=[0.5, 0.0, None],
             share_expert_swiglu_limit_list=[0.0, 0.0, 0.7],
+        ),
+        "step3.7": _step,
+        "step3.5": lambda: _step(
+            seeing=False,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+            mlp_layer_types=["sparse", "sparse", "dense"],
+            num_sliding_attention_heads=6,
+            query_pre_attn_scalar=20,
+            rope_parameters={
+                "full_attention": {**_YARN, "partial_rotary_factor": 0.5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            },
+            swiglu_limits=[0.5, 0.0, 0.25],
+            swiglu_limits_shared=None,
+            tie_word_embeddings=True,
+        ),
+        "step3.5-alike": lambda: _step(
+            seeing=False,
+            layer_types=None,
+            mlp_layer_types=["sparse"] * 3,
+            num_sliding_attention_heads=None,
+            rope_parameters=None,
+            swiglu_limits_shared=None,
         ),
     }
 )

@@ -182,6 +182,7 @@ def test_adapters_over_quantized_weights(case: str, tmp_path: Path) -> None:
         ("nemotron-h", ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj")),
         ("nemotron-h-experts", ("q_proj", "up_proj", "down_proj")),
         ("laguna", ("q_proj", "o_proj", "g_proj")),
+        ("step3.7", r".*\.language_model\..*\.(q_proj|o_proj|g_proj|up_proj|down_proj)"),
         ("starcoder2", ("q_proj", "v_proj", "o_proj", "c_fc", "c_proj")),
         ("cohere2", ("q_proj", "v_proj", "o_proj", "gate_proj", "down_proj")),
         ("lfm2", ("q_proj", "k_proj", "v_proj", "w1", "w2", "w3")),

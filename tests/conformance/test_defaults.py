@@ -33,6 +33,7 @@ _ALONE: Final = [
 _AROUND: Final[Mapping[str, str]] = MappingProxyType(
     {
         "MuseGlimmer": "muse_glimmer_text",
+        "Step3p7": "step3p5",
         "MiniCPMV4_6": "qwen3_5_text",
         "MiniCPMV4_7": "qwen3_5_text",
         "Lfm3Vl": "lfm3",
@@ -94,9 +95,10 @@ def _read_text(kind: str, text: dict[str, Any]) -> ModelSpec:
 def _config_class(name: str) -> Any:
     """Also of publishers' names that transformers has no class for."""
     spelled = name.replace("MoE", "Moe").replace("BailingMoeV3", "BailingHybrid")
+    spelled = spelled.replace("Step3p5", "Step3p7Text")
     if found := getattr(transformers, name, getattr(transformers, spelled, None)):
         return found.config_class
-    if found := getattr(transformers, name.replace("ForCausalLM", "Config"), None):
+    if found := getattr(transformers, spelled.replace("ForCausalLM", "Config"), None):
         return found
     pytest.skip(f"transformers {transformers.__version__} has no {name}")
 

@@ -72,6 +72,57 @@ _NEMOTRON: Final = MappingProxyType(
         "use_conv_bias": True,
     }
 )
+_STEP: Final = MappingProxyType(
+    {
+        "model_type": "step3p5",
+        "att_impl_type": "GQA",
+        "attention_other_setting": {
+            "attention_type": "sliding_attention",
+            "head_dim": 32,
+            "num_attention_groups": 2,
+            "num_attention_heads": 6,
+            "true_head_dim": 32,
+        },
+        "head_dim": 32,
+        "layer_types": ["full_attention", *["sliding_attention"] * 6],
+        "max_position_embeddings": CONTEXT,
+        "max_seq_len": CONTEXT,
+        "moe_every_n_layer": 1,
+        "moe_intermediate_size": 48,
+        "moe_layer_offset": 0,
+        "moe_layers_enum": "1,2,3",
+        "moe_num_experts": 8,
+        "moe_router_activation": "sigmoid",
+        "moe_router_scaling_factor": 3.0,
+        "moe_top_k": 3,
+        "need_fp32_gate": True,
+        "norm_expert_weight": True,
+        "num_attention_groups": 2,
+        "num_nextn_predict_layers": 3,
+        "partial_rotary_factors": [0.5, *[1.0] * 6],
+        "rope_scaling": {
+            "factor": 2.0,
+            "high_freq_factor": 32.0,
+            "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 64,
+            "rope_type": "llama3",
+        },
+        "rope_theta": [5000000.0, *[10000.0] * 6],
+        "share_expert_dim": 48,
+        "sink": False,
+        "sliding_window": 20,
+        "swiglu_limits": [0.0, 0.0, 0.5, 0.5, 0.0, 0.0, 0.0],
+        "swiglu_limits_shared": [0.0, 0.0, 0.0, 0.25, 0.0, 0.0, 0.0],
+        "use_head_wise_attn_gate": True,
+        "use_moe": True,
+        "use_moe_router_bias": True,
+        "use_qk_norm": True,
+        "use_rope_layers": [],
+        "yarn_only_types": ["full_attention"],
+        "zero_centered": True,
+        **{key: size for key, size in _SIZES.items() if key != "num_key_value_heads"},
+    }
+)
 _GRANITE_4: Final = MappingProxyType(
     {
         **_SIZES,
@@ -2569,6 +2620,33 @@ CONFIGS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
             "num_key_value_heads": 4,
             "q_lora_rank": None,
         },
+        "step-3.5-flash": {
+            "architectures": ["Step3p5ForCausalLM"],
+            "auto_map": {"AutoModelForCausalLM": "modeling_step3p5.Step3p5ForCausalLM"},
+            "pad_token_id": 1,
+            **_STEP,
+        },
+        "step-3.7-flash": {
+            "architectures": ["Step3p7ForConditionalGeneration"],
+            "auto_map": {
+                "AutoModelForCausalLM": "modeling_step3p7.Step3p7ForConditionalGeneration"
+            },
+            "model_type": "step3p7",
+            "image_token_id": 255,
+            "projector_bias": False,
+            "text_config": {"architectures": ["Step3p5ForCausalLM"], **_STEP},
+            "understand_projector_stride": 2,
+            "vision_config": {
+                "heads": 2,
+                "hidden_act": "quick_gelu",
+                "image_size": 28,
+                "layers": 1,
+                "ls_init_value": 0.1,
+                "model_type": "perception_encoder",
+                "patch_size": 14,
+                "width": 32,
+            },
+        },
     }
 )
 
@@ -2585,6 +2663,8 @@ LEFT_OUT: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
             "model.layers.4.eh_proj.weight",
             "model.layers.4.attention.g_proj.weight",
         ),
+        "step-3.5-flash": ("model.layers.4.eh_proj.weight", "model.layers.6.enorm.weight"),
+        "step-3.7-flash": ("model.layers.5.hnorm.weight", "model.layers.6.mlp.up_proj.weight"),
         "mellum-2-12b": ("mtp.layers.0.mlp.gate.weight",),
         "glm-4.5-air": ("model.layers.4.eh_proj.weight", "model.layers.4.shared_head.head.weight"),
         "glm-4.5v-106b-a12b": (
@@ -2649,6 +2729,8 @@ def test_tokens_are_equal(name: str, tmp_path: Path) -> None:
             else own: of
             for own, of in tensors.items()
         }
+    if name == "step-3.5-flash":  # to transformers a part of Step 3.7
+        tensors = _with_names_of_step(tensors)
     if name == "olmo-hybrid-7b":  # transformers renames norms of attention as if it were recurrent
         tensors = _with_parts_of_convolutions(tensors, key_size=48)
         former, own = ".feedforward_layer_norm.", ".post_attention_layernorm."
@@ -2662,6 +2744,28 @@ def test_tokens_are_equal(name: str, tmp_path: Path) -> None:
     with TinyEngine(model, context=CONTEXT, page_size=16) as engine:
         outcome = engine.run(prompts, [GREEDY] * len(prompts))
     assert outcome.tokens == Answers([theirs] * len(prompts), prompts).tokens(outcome.tokens)
+
+
+def _with_names_of_step(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """With gates and ups of experts apart, and the publisher's names of modules."""
+    renamed = {
+        ".mlp.gate.e_score_correction_bias": ".moe.router_bias",
+        ".mlp.gate.": ".moe.gate.",
+        ".mlp.experts.down_proj": ".moe.down_proj.weight",
+        ".mlp.shared_experts.": ".share_expert.",
+    }
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        layer, stack, _ = name.partition(".mlp.experts.gate_up_proj")
+        if stack:
+            gates, ups = tensor.chunk(2, dim=1)
+            found[f"{layer}.moe.gate_proj.weight"] = gates.contiguous()
+            found[f"{layer}.moe.up_proj.weight"] = ups.contiguous()
+            continue
+        for own, theirs in renamed.items():
+            name = name.replace(own, theirs)
+        found[name] = tensor
+    return found
 
 
 def _with_parts_of_convolutions(tensors: Mapping[str, Tensor], key_size: int) -> dict[str, Tensor]:

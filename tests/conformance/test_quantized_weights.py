@@ -20,7 +20,13 @@ from minisgl_backend.parallel.group import OneRank
 from minisgl_backend.request import IntArray
 from tests.conformance.checkpoints import CONTEXT, VOCAB_SIZE, write_checkpoint
 from tests.conformance.engines import TinyEngine, load_model, prompts_with_shared_prefixes
-from tests.conformance.quantized_checkpoints import CASES, plain, write_quantized, write_with
+from tests.conformance.quantized_checkpoints import (
+    CASES,
+    fp8_blocks,
+    plain,
+    write_quantized,
+    write_with,
+)
 from tests.conformance.test_ranks import logits_of_prompt
 from tests.conformance.test_tokens_equal_transformers import GREEDY, Answers
 from tests.parallel.threads import on_ranks
@@ -83,6 +89,31 @@ def test_weights_are_converted_while_they_load(model: str, tmp_path: Path) -> No
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
     exact = logits_of_prompt(tmp_path, OneRank())
     assert (found[0] - exact).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_experts_with_gates_and_ups_apart_in_fp8(size: int, tmp_path: Path) -> None:
+    """Each in one tensor of all experts, as in Step 3.5, where all else is plain."""
+    write_checkpoint("step3.7", tmp_path)
+    path, config_path = tmp_path / "model.safetensors", tmp_path / "config.json"
+    tensors = load_file(path)
+    numbers = dict(tensors)
+    for name in [name for name in tensors if re.search(r"\.moe\.\w+_proj\.weight$", name)]:
+        packed = [fp8_blocks(weight, size=16) for weight in tensors[name]]
+        numbers[name] = torch.stack([own for _, own in packed])
+        tensors[name] = torch.stack([parts["weight"] for parts, _ in packed])
+        scales = torch.stack([parts["weight_scale_inv"] for parts, _ in packed])
+        tensors[f"{name}_scale_inv"] = scales
+    save_file(numbers, path)
+    expected = logits_of_prompt(tmp_path, OneRank())
+    save_file(tensors, path)
+    others = ["lm_head", "self_attn", "share_expert", "moe.gate", "model.layers.0.mlp"]
+    of_experts = {"quant_method": "fp8", "weight_block_size": [16, 16]}
+    given = {**of_experts, "modules_to_not_convert": others}
+    config = json.loads(config_path.read_text())
+    config_path.write_text(json.dumps({**config, "quantization_config": given}))
+    for logits in on_ranks(size, lambda group: logits_of_prompt(tmp_path, group)):
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_exponents_take_no_factors(tmp_path: Path) -> None:

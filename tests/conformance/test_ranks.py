@@ -78,6 +78,7 @@ from tests.parallel.threads import on_ranks
         "nanochat",
         "laguna",
         "laguna-by-layer",
+        "step3.7",
         "gemma2",
         "lfm2-biases",
         "lfm2-moe",

@@ -140,6 +140,32 @@ QWEN3_CODER = """{%- if tools %}
     {%- endfor %}
     {{- '<|im_end|>' }}
 {%- endfor %}"""
+STEP_3_5 = """{{- bos_token }}
+{%- if tools or reasoning_effort is defined %}
+    {{- '<|im_start|>system\\n' }}
+    {%- if reasoning_effort is defined %}
+        {{- 'Reasoning: ' + reasoning_effort + '\\n\\n' }}
+    {%- endif %}
+    {%- for tool in tools or () %}{{- tool | tojson }}{% endfor %}
+    {{- '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' }}
+    {%- if message.role == 'assistant' and message.reasoning_content %}
+        {{- '<think>\\n' + message.reasoning_content + '\\n</think>\\n' }}
+    {%- endif %}
+    {{- message.content }}
+    {%- for call in message.tool_calls or () %}
+        {{- '<tool_call>\\n<function=' + call.function.name + '>\\n' }}
+        {%- for name, value in call.function.arguments.items() %}
+            {{- '<parameter=' + name + '>\\n' }}
+            {{- (value if value is string else value | tojson) + '\\n</parameter>\\n' }}
+        {%- endfor %}
+        {{- '</function>\\n</tool_call>' }}
+    {%- endfor %}
+    {{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n<think>\\n' }}{% endif %}"""
 GLM_4_5 = """{%- for tool in tools or () %}
     {{- 'Reply with <tool_call>name\\n<arg_key>key</arg_key>\\n<arg_value>value</arg_value>\\n' }}
     {{- '</tool_call> to call ' + tool.function.name }}

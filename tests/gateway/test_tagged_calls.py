@@ -276,6 +276,7 @@ def test_halves_of_surrogate_pairs_cannot_be_encoded_and_are_replaced() -> None:
     ("name", "template", "end"),
     [
         ("qwen", "QWEN3_CODER", "<|im_end|>"),
+        ("qwen", "STEP_3_5", "<|im_end|>"),
         ("glm", "GLM_4_5", ""),
         ("glm", "LING_3", "<|role_end|>"),
         ("minimax", "MINIMAX_M2", "[e~["),

@@ -130,6 +130,8 @@ OTHERS = [
     "kolibri1",
     "laguna",
     "laguna-by-layer",
+    "step3.5",
+    "step3.7",
     "gemma2",
     "flint",
     "muse-glimmer",
@@ -140,7 +142,7 @@ OTHERS = [
 ]
 """Cases with parts that no case above has."""
 _HAVE_EXPERTS = re.compile(
-    "mixtral|moe|dots|oss|experts|llama4|minimax|solar|hy-v3|mellum|granite-shared|deepseek|mistral4|flex-olmo|kolibri|laguna|flint"
+    "mixtral|moe|dots|oss|experts|llama4|minimax|solar|hy-v3|mellum|granite-shared|deepseek|mistral4|flex-olmo|kolibri|laguna|flint|step"
 )
 EXPERTS = [case for case in CASES + OTHERS if _HAVE_EXPERTS.search(case)]
 """Rounding, even of attention's GEMMs alone, may choose other experts."""

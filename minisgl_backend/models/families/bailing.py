@@ -15,6 +15,7 @@ from minisgl_backend.models.families.fields import (
     check_supported,
     hybrid_kinds,
     layers_with_experts,
+    read_gate_limits,
 )
 from minisgl_backend.models.families.latents import latent_fields
 from minisgl_backend.models.families.mtp_layers import left_out_mtp, mtp_behind
@@ -77,10 +78,12 @@ def read_bailing_hybrid(config: ConfigReader) -> ModelSpec:
     delta = _delta(config, num_layers)
     dense = config.integer("first_k_dense_replace", 2, minimum=0)
     with_experts = layers_with_experts(config, num_layers, dense=dense)
+    # transformers does not read these; what the publisher gave to other engines does
+    limits = "expert_swiglu_limit_list", "share_expert_swiglu_limit_list"
     moe = replace(
         deepseek_experts(config, num_layers, first=2),
         layers=with_experts,
-        limits=_limits(config, num_layers),
+        limits=read_gate_limits(config, num_layers, *limits),
     )
     inner = moe.experts.intermediate_size
     check_supported(config, {"moe_shared_expert_intermediate_size": inner})
@@ -134,22 +137,6 @@ def _delta(config: ConfigReader, num_layers: int) -> KimiDeltaSpec:
         direct=True,
         least_decay=_least_decay(config) if config.flag("kda_safe_gate", True) else None,
     )
-
-
-def _limits(config: ConfigReader, num_layers: int) -> dict[int, tuple[float | None, float | None]]:
-    """The limits of gates in each layer that has any: of experts, and of the shared one.
-    transformers does not read them; what the publisher gave to other engines does."""
-    both = []
-    for key in ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list"):
-        listed = config.values.get(key)
-        if isinstance(listed, list):
-            listed = [0 if limit is None else limit for limit in listed]
-        limits = config.with_values(**{key: listed}).numbers(key, or_zero=True)
-        if limits and len(limits) < num_layers:
-            raise config.error(key, f"{num_layers} numbers or more", listed)
-        both.append({layer: limit for layer, limit in enumerate(limits) if limit})
-    experts, shared = both
-    return {layer: (experts.get(layer), shared.get(layer)) for layer in experts | shared}
 
 
 def _least_decay(config: ConfigReader) -> float:

@@ -122,6 +122,24 @@ def layers_with_experts(config: ConfigReader, num_layers: int, *, dense: int) ->
     return frozenset(layer for layer, kind in enumerate(kinds) if kind == "sparse")
 
 
+def read_gate_limits(
+    config: ConfigReader, num_layers: int, of_experts: str, of_shared: str
+) -> dict[int, tuple[float | None, float | None]]:
+    """The limits of gates in each layer that has any: of experts, and of the shared one. Each key
+    lists those of all layers, and perhaps of more; 0 or null for none."""
+    both = []
+    for key in (of_experts, of_shared):
+        listed = config.values.get(key)
+        if isinstance(listed, list):
+            listed = [0 if limit is None else limit for limit in listed]
+        limits = config.with_values(**{key: listed}).numbers(key, or_zero=True)
+        if limits and len(limits) < num_layers:
+            raise config.error(key, f"{num_layers} numbers or more", listed)
+        both.append({layer: limit for layer, limit in enumerate(limits) if limit})
+    experts, shared = both
+    return {layer: (experts.get(layer), shared.get(layer)) for layer in experts | shared}
+
+
 def read_rotating(config: ConfigReader, num_layers: int) -> list[bool]:
     """Which layers rotate: in spite of its name, those for which ``no_rope_layers`` has a 1. By
     default every ``no_rope_layer_interval``-th layer, which is every fourth, does not."""

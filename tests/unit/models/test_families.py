@@ -119,6 +119,8 @@ from tests.unit.models.config_jsons import (
     SMOLLM_3B,
     SOLAR_OPEN_100B,
     STARCODER2_7B,
+    STEP_3_5_FLASH,
+    STEP_3_7_FLASH,
     TRINITY_NANO,
     VAULTGEMMA_1B,
     VOXTRAL_MINI_3B,
@@ -586,6 +588,81 @@ def test_limits_of_ling_3() -> None:
 def test_what_ling_3_must_not_say(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         parse_spec({**LING_3_FLASH, **given})
+
+
+def test_layers_of_step_3_5() -> None:
+    spec = parse_spec(STEP_3_5_FLASH)
+    few, many = LayerHeads(64, 8, 128), LayerHeads(96, 8, 128)
+    assert spec.heads_by_layer == (few, *[many, many, many, few] * 11)
+    assert spec.windows == (None, *[512, 512, 512, None] * 11)
+    gates = AttentionGates(apart=True, one_per_head=True)
+    assert (spec.attention_gates, spec.qk_norm, spec.norms.offset) == (gates, "head", 1.0)
+    assert (spec.num_gates(0), spec.num_gates(1)) == (64, 96)
+    assert spec.scores.scale == 128**-0.5 and spec.norms.eps == 1e-5
+    assert [(rope.scaling, rope.theta, rope.rotated) for rope in spec.ropes[:2] if rope] == [
+        ("llama3", 5e6, 0.5),
+        ("default", 1e4, 1.0),
+    ]
+    assert spec.rope.original_max_positions == 2**17 and spec.context == 2**18
+    assert spec.moe is not None and spec.moe.layers == frozenset(range(3, 45))
+    rule = spec.moe.experts.routing
+    assert (rule.num_experts, rule.top_k, rule.scale, rule.corrected) == (288, 8, 3.0, True)
+    assert spec.moe.of_layer(42) == spec.moe.experts and set(spec.moe.limits) == {43, 44}
+    limited = spec.moe.of_layer(44)
+    assert (limited.gate, limited.gate_of_shared) == (LimitedGate(7.0), LimitedGate(16.0))
+    # published are 196 and 11
+    assert 196 < spec.num_parameters / 1e9 < 197
+    assert 10.8 < spec.num_active_parameters / 1e9 < 11.2
+    assert spec.names.left_out == tuple(f"model.layers.{layer}." for layer in (45, 46, 47))
+    with pytest.raises(ConfigError, match="has MTP layers of a kind that is not supported"):
+        spec.with_mtp()
+
+    seeing = parse_spec(STEP_3_7_FLASH)
+    assert seeing.architecture == "Step3p7ForConditionalGeneration" and seeing.names.multimodal
+    assert replace(seeing, architecture=spec.architecture, names=spec.names) == spec
+    alike = parse_spec({**STEP_3_5_FLASH, "attention_other_setting": None})
+    assert alike.heads_by_layer == ()
+    listed = {**STEP_3_5_FLASH, "moe_layers_enum": list(range(3, 48))}
+    assert parse_spec(listed).moe == spec.moe
+    plain = {"moe_layers_enum": "", "swiglu_limits": None, "swiglu_limits_shared": None}
+    assert parse_spec({**STEP_3_5_FLASH, **plain}).moe is None
+    one = {"rope_theta": 1e4, "partial_rotary_factors": None, "rope_scaling": None}
+    everywhere = parse_spec({**STEP_3_5_FLASH, **one}).ropes
+    assert {(rope.scaling, rope.theta, rope.rotated) for rope in everywhere if rope} == {
+        ("default", 1e4, 1.0)
+    }
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"attention_bias": True}, "attention_bias True is not supported"),
+        ({"attention_other_setting": {"head_dim": 64}}, "head_dim 64 is not supported, only 128"),
+        ({"attention_other_setting": {"num_attention_heads": 60}}, "60 attention heads cannot"),
+        ({"layer_types": ["full_attention"] * 46}, "layer_types must be 45 of sliding_attention"),
+        ({"moe_layers_enum": "3,four"}, "must be numbers with commas between them, got '3,four'"),
+        ({"moe_layers_enum": [-1]}, "moe_layers_enum must be an integer >= 0 or a list of them"),
+        ({"moe_router_activation": "softmax"}, "moe_router_activation 'softmax' is not supported"),
+        ({"norm_expert_weight": False}, "norm_expert_weight False is not supported"),
+        ({"num_sliding_attention_heads": 60}, "60 attention heads cannot share 8 key-value heads"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported, only 1.0"),
+        ({"partial_rotary_factors": [0.5] * 44}, "partial_rotary_factors must be 45 numbers, the"),
+        ({"per_layer_config": {"1": {"head_dim": 64}}}, "must be 96 num_attention_heads of layers"),
+        ({"per_layer_config": {"1": {"num_attention_heads": 96}}}, "and nothing else"),
+        ({"rope_parameters": {"rope_theta": 1e4}}, "must be an object with a table for full_att"),
+        ({"rope_theta": [5e6, *[1e4] * 44]}, "rope_theta must be 45 numbers, the same for all"),
+        ({"sliding_window": None}, "sliding_window is missing"),
+        ({"swiglu_limits": [7.0]}, "swiglu_limits must be 45 numbers or more"),
+        ({"swiglu_limits_shared": [16.0] * 45}, "must be 0 for layer 0, which has no experts"),
+        ({"use_head_wise_attn_gate": False}, "use_head_wise_attn_gate False is not supported"),
+        ({"use_rope_layers": [0] * 45}, "is not supported, only []"),
+        ({"yarn_only_types": []}, "yarn_only_types [] is not supported, only ['full_attention']"),
+        ({"zero_centered": False}, "zero_centered False is not supported"),
+    ],
+)
+def test_what_step_3_5_must_not_say(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        parse_spec({**STEP_3_5_FLASH, **given})
 
 
 def test_layers_of_smollm_3_without_rotation() -> None:
@@ -2189,6 +2266,8 @@ def test_every_architecture_is_tested() -> None:
             LING_3_FLASH,
             {**LING_3_FLASH, "architectures": ["BailingHybridForCausalLM"], "auto_map": None},
             NANOCHAT_D32,
+            STEP_3_5_FLASH,
+            STEP_3_7_FLASH,
             MINICPM3_4B,
             HELIUM_1_2B,
             VAULTGEMMA_1B,

@@ -162,6 +162,7 @@ def pages_of(model: Decoder) -> list[PagedKV]:
     + [("afmoe", True), ("nemotron-h", True), ("nemotron-h-experts", True)]
     + [(case, True) for case in ("arcee-biases", "cohere-biases", "cohere2", "gemma", "gemma2")]
     + [("apertus", True), ("cohere2-moe", True), ("starcoder2", True), ("laguna", True)]
+    + [("step3.5", True), ("step3.7", True)]
     + [("lfm2", True), ("lfm2-moe", True), ("lfm3", True)]
     + [("olmo-hybrid", True), ("kimi-linear", True)]
     + [("bailing-hybrid", True), ("bailing-v3", True)]

@@ -14,12 +14,13 @@ from torch import Tensor
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.models.build import build_model
-from minisgl_backend.models.catalog import load_spec
+from minisgl_backend.models.catalog import load_spec, parse_spec
 from minisgl_backend.models.checkpoint import check_weights, weight_files
 from minisgl_backend.models.decoder import Decoder
 from minisgl_backend.models.tensor_names import MULTIMODAL, StoredAs, TensorNames
 from minisgl_backend.parallel.group import OneRank
 from tests.conformance.checkpoints import write_checkpoint
+from tests.unit.models.config_jsons import STEP_3_5_FLASH
 
 MIXTRAL_EXPERTS = ("w1", "w3", "w2")
 
@@ -86,6 +87,21 @@ def test_transposed_stacks_are_taken_apart() -> None:
         list(names.weights("mlp.experts.gate_up_proj", (2, 6, 7)))
     scale = "mlp.experts.gate_up_proj_scale"  # an unknown tensor
     assert list(names.weights(scale, (2, 1, 8))) == [(scale, StoredAs(scale, (2, 1, 8)))]
+
+
+def test_stacks_with_the_names_of_modules_are_taken_apart() -> None:
+    """As in Step 3.5, plain and in FP8."""
+    names = parse_spec(STEP_3_5_FLASH).names
+    for part in ("gate", "up", "down"):
+        module = f"model.layers.3.moe.{part}_proj"
+        for kind in ("weight", "weight_scale_inv"):
+            name = f"{module}.{kind}"
+            assert dict(names.weights(name, (2, 4, 6))) == {
+                f"model.layers.3.mlp.experts.{index}.{part}_proj.{kind}": StoredAs(
+                    name, (4, 6), (index,)
+                )
+                for index in range(2)
+            }
 
 
 @pytest.mark.parametrize(
@@ -317,6 +333,10 @@ def test_a_missing_tensor_has_the_publishers_name(checkpoints: Path, tmp_path: P
         ("kolibri1", "model.layers.4.moe.router.expert_bias"),
         ("laguna", "model.layers.1.self_attn.g_proj.weight"),
         ("laguna", "model.layers.2.mlp.shared_expert.up_proj.weight"),
+        ("step3.7", "model.layers.0.mlp.gate_proj.weight"),
+        ("step3.7", "model.layers.1.moe.gate_proj.weight"),
+        ("step3.7", "model.layers.1.moe.router_bias"),
+        ("step3.7", "model.layers.2.share_expert.up_proj.weight"),
     ],
 )
 def test_names_that_only_some_publishers_have(tmp_path: Path, case: str, name: str) -> None:

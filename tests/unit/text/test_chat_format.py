@@ -52,6 +52,13 @@ def shown(source: str, **variables: Any) -> ChatFormat:
             False,
         ),
         (
+            "STEP_3_5",
+            "qwen_xml",
+            {"<tool_call>", "</tool_call>", "<function=", "<parameter="},
+            THINK,
+            True,
+        ),
+        (
             "GLM_4_5",
             "glm",
             {"<tool_call>", "</tool_call>", "<arg_key>", "<arg_value>"},

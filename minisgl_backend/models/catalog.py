@@ -24,6 +24,7 @@ from minisgl_backend.models.families.bailing import read_bailing_hybrid
 from minisgl_backend.models.families.bamba import read_bamba
 from minisgl_backend.models.families.cohere import read_cohere, read_cohere2, read_cohere2_moe
 from minisgl_backend.models.families.deepseek import (
+    read_axk1,
     read_deepseek_v2,
     read_deepseek_v3,
     read_deepseek_v32,
@@ -282,6 +283,7 @@ ARCHITECTURES: Final[Mapping[str, Callable[[ConfigReader], ModelSpec]]] = Mappin
         "KimiK25ForConditionalGeneration": read_kimi_k25,
         "Kimi_K25ForConditionalGeneration": read_kimi_k25,
         "KimiLinearForCausalLM": read_kimi_linear,
+        "AXK1ForCausalLM": read_axk1,
         "BailingMoeV3ForCausalLM": read_bailing_hybrid,
         "BailingHybridForCausalLM": read_bailing_hybrid,
         "YoutuForCausalLM": read_youtu,
@@ -402,6 +404,11 @@ _WITH_NEEDLESS_CODE: Final = frozenset(
     | {"DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM"}
     | {"YoutuForCausalLM", "MiniCPM3ForCausalLM", "HCXVisionV2ForCausalLM"}
     | {"KimiK25ForConditionalGeneration", "KimiLinearForCausalLM", "LagunaForCausalLM"}
-    | {"BailingMoeV3ForCausalLM", "Step3p5ForCausalLM", "Step3p7ForConditionalGeneration"}
+    | {
+        "AXK1ForCausalLM",
+        "BailingMoeV3ForCausalLM",
+        "Step3p5ForCausalLM",
+        "Step3p7ForConditionalGeneration",
+    }
 )
 """Architectures whose checkpoints come with code that transformers has included since."""

@@ -42,6 +42,7 @@ from minisgl_backend.models.decoder_layers import (
     LayerNormLayer,
     LayerRecipe,
     MakeExperts,
+    NormedExpertsLayer,
     ParallelLayer,
     PostNormLayer,
     SinglePartLayer,
@@ -425,5 +426,7 @@ def _layer(recipe: LayerRecipe) -> Layer:
     if spec.norms.centered:
         return LayerNormLayer(recipe)
     if spec.norms_of(layer) == "before":
-        return DecoderLayer(recipe)
+        moe = spec.moe
+        is_normed = moe is not None and moe.normed and layer in moe.layers
+        return NormedExpertsLayer(recipe) if is_normed else DecoderLayer(recipe)
     return PostNormLayer(recipe)

@@ -110,6 +110,27 @@ class DecoderLayer(_TwoPartLayer):
         return feed_forward(residual, x, next_norm, pdl=step.pdl, adapted=step.adapted)
 
 
+class NormedExpertsLayer(DecoderLayer):
+    """The same with one more norm, of the output of a mixture of experts (A.X K1)."""
+
+    def __init__(self, recipe: LayerRecipe):
+        super().__init__(recipe)
+        norms = recipe.spec.norms
+        self.post_feedforward_layernorm = RMSNorm(
+            recipe.spec.hidden_size, norms.eps, offset=norms.offset
+        )
+
+    def forward(
+        self, residual: Tensor, x: Normed, next_norm: RMSNorm | None, step: StepContext
+    ) -> tuple[Tensor, Normed]:
+        """As ``DecoderLayer.forward``."""
+        residual, x = self.mixer(residual, x, self.post_attention_layernorm, step)
+        part = self.mlp.output(x, pdl=step.pdl, adapted=step.adapted)
+        after = self.post_feedforward_layernorm
+        x, _ = add_normed(residual, part, after, next_norm, pdl=step.pdl)
+        return residual, x
+
+
 class SinglePartLayer(nn.Module):
     """A layer that is only token mixing or only a feed-forward block, on the normalized residual
     stream and added to it, as in Nemotron-H. The other part is None."""

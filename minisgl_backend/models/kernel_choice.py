@@ -247,11 +247,14 @@ def has_fused_layers(spec: ModelSpec) -> bool:
 
     The kernels do not know norms of the outputs of a layer's parts, LayerNorms, layers of a single
     part, of parts side by side or of two mixers, latent attention, blocks without gates, experts
-    with a latent, or routers that compute in float32 or that ``expert_cut`` does not know.
+    with a latent or a norm of their output, or routers that compute in float32 or that
+    ``expert_cut`` does not know.
     """
     if spec.moe is not None:
         rule, latent_size = spec.moe.experts.routing, spec.moe.experts.latent_size
-        if rule.wide or latent_size is not None or not expert_cut.knows(rule):
+        if spec.moe.normed or latent_size is not None:
+            return False
+        if rule.wide or not expert_cut.knows(rule):
             return False
     has_two_parts = not spec.single_parts and spec.parallel is None
     is_known = spec.gate is not None and spec.latent is None and not spec.norms.centered

@@ -32,12 +32,14 @@ Part: TypeAlias = Literal["mixer", "feed-forward"]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoeSpec:
     """Mixtures of experts; ``layers`` are those that have one instead of the plain MLP or, if
-    ``beside``, next to it. ``limits`` are those of gates in some layers: of experts, and of the one
-    that all tokens take."""
+    ``beside``, next to it. If ``normed``, their outputs are normalized before they are added.
+    ``limits`` are those of gates in some layers: of experts, and of the one that all tokens take.
+    """
 
     experts: ExpertsSpec
     layers: frozenset[int]
     beside: bool = False
+    normed: bool = False
     limits: Mapping[int, tuple[float | None, float | None]] = field(default_factory=dict)
 
     def of_layer(self, layer: int) -> ExpertsSpec:
@@ -230,6 +232,8 @@ class ModelSpec:
                 "attention and a feed-forward block"
             )
         assert self.norms.place != "by mixer" or self.scales.branch == 1.0
+        if self.moe is not None and self.moe.normed:
+            assert self.norms.place == "before" and self.scales.branch == 1.0
         assert not self.norms.of_embedding or self.scales.embedding == self.stream_scale == 1.0
         layers = [
             (self.rope_of(layer), self.heads_of(layer), self.rotary_head_dim(layer))

@@ -301,6 +301,11 @@ def _with_indexer(architecture: str, **changes: Any) -> PreTrainedModel:
     return _corrected(_newer(f"{architecture}ForCausalLM")(config))
 
 
+def _axk1(**changes: Any) -> PreTrainedModel:
+    values = _sigmoid_experts(**{**_LATENTS, "first_k_dense_replace": 1, **changes})
+    return cast(PreTrainedModel, _newer("AXK1ForCausalLM")(_newer("AXK1Config")(**values)))
+
+
 def _deepseek_v2(**changes: Any) -> PreTrainedModel:
     values = _sigmoid_experts(**{**_LATENTS, "norm_topk_prob": False, **changes})
     return DeepseekV2ForCausalLM(DeepseekV2Config(**values))
@@ -1964,6 +1969,16 @@ CASES: Final[Mapping[str, Callable[[], PreTrainedModel]]] = MappingProxyType(
             num_sliding_attention_heads=None,
             rope_parameters=None,
             swiglu_limits_shared=None,
+        ),
+        "axk1": lambda: _axk1(n_group=4, topk_group=2, rope_parameters=dict(_LATENT_YARN)),
+        "axk1-sparse": lambda: _axk1(
+            mlp_layer_types=["sparse", "dense", "sparse"],
+            n_group=1,
+            norm_topk_prob=False,
+            num_hidden_layers=3,
+            rope_interleave=False,
+            tie_word_embeddings=True,
+            topk_group=1,
         ),
     }
 )

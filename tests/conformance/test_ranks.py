@@ -93,6 +93,7 @@ from tests.parallel.threads import on_ranks
         "llama4",
         "llama4-multimodal",
         "deepseek-v2-lite",
+        "axk1",
         "deepseek-v3",
         "glm-moe-dsa-shared",
         "glm4-moe-lite",

@@ -112,6 +112,7 @@ OTHERS = [
     "llama4-multimodal",
     "deepseek-v2",
     "deepseek-v2-lite",
+    "axk1",
     "deepseek-v3",
     "deepseek-v3-queries",
     "deepseek-v32",
@@ -142,7 +143,7 @@ OTHERS = [
 ]
 """Cases with parts that no case above has."""
 _HAVE_EXPERTS = re.compile(
-    "mixtral|moe|dots|oss|experts|llama4|minimax|solar|hy-v3|mellum|granite-shared|deepseek|mistral4|flex-olmo|kolibri|laguna|flint|step"
+    "mixtral|moe|dots|oss|experts|llama4|minimax|solar|hy-v3|mellum|granite-shared|deepseek|mistral4|flex-olmo|kolibri|laguna|flint|step|axk1"
 )
 EXPERTS = [case for case in CASES + OTHERS if _HAVE_EXPERTS.search(case)]
 """Rounding, even of attention's GEMMs alone, may choose other experts."""

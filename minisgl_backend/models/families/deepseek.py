@@ -1,5 +1,5 @@
 """DeepSeek-V2, V3 and V3.2 and models made like them, with multi-head latent attention: Kimi K2 and
-K2.5, Moonlight, GLM-4.7-Flash, GLM-5 and Youtu-LLM."""
+K2.5, Moonlight, GLM-4.7-Flash, GLM-5, A.X K1 and Youtu-LLM."""
 
 from __future__ import annotations
 
@@ -69,6 +69,39 @@ def read_deepseek_v3(config: ConfigReader) -> ModelSpec:
         names=TensorNames(left_out=left_out_mtp(config, num_layers)),
         mtp=mtp_behind(config, num_layers),
         **fields,
+    )
+
+
+def read_axk1(config: ConfigReader) -> ModelSpec:
+    """``AXK1ForCausalLM``, A.X K1: DeepSeek-V3 with norms of the outputs of experts, and a router
+    without corrections."""
+    check_supported(config, {"scoring_func": "sigmoid", "moe_layer_freq": 1})
+    sizes = {**_SIZES_OF_V3, "n_routed_experts": 192, "max_position_embeddings": 2**15}
+    config = config.with_defaults(**sizes)
+    config.integer("q_lora_rank")
+    fields = latent_fields(config)
+    num_layers = fields["num_layers"]
+    dense = config.integer("first_k_dense_replace", 1, minimum=0)
+    layers = layers_with_experts(config, num_layers, dense=dense)
+    moe = deepseek_experts(config, num_layers, first=dense)
+    rule = replace(moe.experts.routing, corrected=False)
+    moe = replace(moe, layers=layers, normed=True, experts=replace(moe.experts, routing=rule))
+    # dense layers have such a norm, too, which is not used
+    unused = (
+        f"model.layers.{layer}.post_feedforward_layernorm."
+        for layer in range(num_layers)
+        if layer not in layers
+    )
+    names = TensorNames(
+        renamed=(
+            (".post_mlp_layernorm.", ".post_feedforward_layernorm."),
+            # transformers saves corrections; as biases they are taken as long as they are 0
+            (".mlp.gate.e_score_correction_bias", ".mlp.gate.bias"),
+        ),
+        left_out=(*left_out_mtp(config, num_layers), *unused),
+    )
+    return ModelSpec(
+        architecture="AXK1ForCausalLM", moe=moe if layers else None, names=names, **fields
     )
 
 

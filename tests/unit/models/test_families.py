@@ -25,6 +25,7 @@ from minisgl_bench.dummy_model import SHAPES
 from tests.unit.models.config_jsons import (
     AFM_4_5B,
     APERTUS_8B,
+    AX_K1,
     AYA_VISION_32B,
     BAMBA_9B,
     COMMAND_A_PLUS,
@@ -1020,6 +1021,26 @@ def test_the_text_part_of_kimi(spelled: str) -> None:
     other["text_config"]["model_type"] = "kimi_linear"
     with pytest.raises(ConfigError, match="model_type must be one of deepseek_v3, kimi_k2, got 'k"):
         parse_spec(other)
+
+
+def test_experts_of_ax_k1() -> None:
+    spec = parse_spec(AX_K1)
+    assert spec.moe is not None and spec.moe.normed
+    assert spec.moe.layers == frozenset(range(1, 61))
+    rule = spec.moe.experts.routing
+    assert rule.sigmoid and not rule.corrected and rule.normalize
+    assert (rule.num_experts, rule.top_k, rule.scale) == (192, 8, 2.5)
+    assert (rule.num_groups, rule.top_groups, rule.best_of_group) == (8, 4, 2)
+    assert 518.5 < spec.num_parameters / 1e9 < 519.5  # published are 519
+    norm = "model.layers.0.post_mlp_layernorm.weight"
+    assert not list(spec.names.weights(norm, (7168,)))
+    with pytest.raises(ConfigError, match="has no MTP layer that is supported"):
+        spec.with_mtp()
+    dense = parse_spec({**AX_K1, "mlp_layer_types": ["dense"] * 61})
+    assert dense.moe is None
+    for key, value in (("scoring_func", "softmax"), ("moe_layer_freq", 2), ("q_lora_rank", None)):
+        with pytest.raises(ConfigError, match=key):
+            parse_spec({**AX_K1, key: value})
 
 
 def test_latents_of_mistral_small_4() -> None:
@@ -2222,7 +2243,7 @@ def test_every_architecture_is_tested() -> None:
         *(HYPERCLOVA_X_SEED_THINK_14B, INTERNLM3_8B, IQUEST_CODER_40B, NEMOTRON_NANO_9B_V2),
         *(GRANITE_4_H_TINY, BAMBA_9B, FALCON_H1_0_5B),
         *(DEEPSEEK_V2, DEEPSEEK_V3, GLM_4_7_FLASH, YOUTU_LLM_2B, MISTRAL_SMALL_4),
-        *(DEEPSEEK_V32, GLM_5),
+        *(DEEPSEEK_V32, GLM_5, AX_K1),
         *(kimi_k25("KimiK25"), kimi_k25("Kimi_K25"), GLM_4_1V_9B, GLM_4_5V),
         {**GLM_4_5V, "architectures": ["Glm46VForConditionalGeneration"]},
         *(LLAVA_1_5_7B, LLAVA_1_6_MISTRAL_7B, QWEN_2_5_OMNI_7B, QWEN_3_OMNI_30B_A3B),

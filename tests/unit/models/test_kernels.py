@@ -167,7 +167,7 @@ def pages_of(model: Decoder) -> list[PagedKV]:
     + [("olmo-hybrid", True), ("kimi-linear", True)]
     + [("bailing-hybrid", True), ("bailing-v3", True)]
     + [("granite-hybrid", True), ("granite-hybrid-dense", True)]
-    + [(case, True) for case in ("deepseek-v2-lite", "glm4-moe-lite", "broad-latents")],
+    + [(case, True) for case in ("axk1", "deepseek-v2-lite", "glm4-moe-lite", "broad-latents")],
 )
 @pytest.mark.parametrize("length", [5, 40])
 def test_a_prompt_then_a_token(case: str, length: int, fused: bool, tmp_path: Path) -> None:

@@ -333,6 +333,7 @@ def test_a_missing_tensor_has_the_publishers_name(checkpoints: Path, tmp_path: P
         ("kolibri1", "model.layers.4.moe.router.expert_bias"),
         ("laguna", "model.layers.1.self_attn.g_proj.weight"),
         ("laguna", "model.layers.2.mlp.shared_expert.up_proj.weight"),
+        ("axk1", "model.layers.1.post_mlp_layernorm.weight"),
         ("step3.7", "model.layers.0.mlp.gate_proj.weight"),
         ("step3.7", "model.layers.1.moe.gate_proj.weight"),
         ("step3.7", "model.layers.1.moe.router_bias"),
@@ -344,6 +345,22 @@ def test_names_that_only_some_publishers_have(tmp_path: Path, case: str, name: s
     changed = tmp_path / "changed"
     with pytest.raises(ConfigError, match=rf"lacks {re.escape(name)}$"):
         load(spoilt(tmp_path, case, changed, **{name.replace(".", "__"): None}))
+
+
+def test_corrections_of_zeros_and_needless_norms_of_ax_k1(tmp_path: Path) -> None:
+    """transformers saves corrections, which the publisher does not have. Only the publisher has
+    norms that are not used."""
+    write_checkpoint("axk1", tmp_path / "axk1")
+    changes = {f"model__layers__{n}__mlp__gate__e_score_correction_bias": None for n in (1, 2)}
+    norm = {"model__layers__0__post_mlp_layernorm__weight": torch.ones(64)}
+    load(tmp_path / "axk1")
+    load(spoilt(tmp_path, "axk1", tmp_path / "published", **changes, **norm))
+    learned = {name: torch.ones(8) for name in changes}
+    changed = spoilt(tmp_path, "axk1", tmp_path / "changed", **learned)
+    with pytest.raises(
+        ConfigError, match=r"no place for .*\.1\.mlp\.gate\.e_score_correction_bias"
+    ):
+        load(changed)
 
 
 @pytest.mark.parametrize(

@@ -143,6 +143,15 @@ class Copies:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class HostCopies:
+    """Copies of whole pages to or from main memory, int32[num_copies]: page ``pages[i]`` and slot
+    ``slots[i]``. What is written, slots or pages, is written once."""
+
+    pages: IntArray = field(default_factory=_none)
+    slots: IntArray = field(default_factory=_none)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class PromptChunks:
     """Chunks of prompts to compute, int32[num_chunks]: positions start .. start + length - 1 of a
     row.
@@ -303,10 +312,13 @@ class StepPlan:
 
     ``released_rows``: rows that no request holds anymore. An admission overwrites everything about
     a row but what its last step with guesses has kept for recurrent states.
+    ``host_saves``: pages that are kept in main memory. They are copied before any page is written,
+    since this very plan may clear and grant them.
     ``broken_pages``: pages that no request uses and that may hold NaN. The executor clears them
-    before anything else, since this very plan may grant them. All other pages hold finite numbers,
+    before they are used, since this very plan may grant them. All other pages hold finite numbers,
     or NaN that was computed by the requests that use them.
     ``broken_window_pages``: the same for window pages.
+    ``host_loads``: pages that are filled from main memory. ``copies`` may read them.
     ``window_grants``: grants of window pages, or of ``NO_PAGE``, if layers with windows have pages
     of their own. No entry is granted twice.
     ``groups``: rows of ``decodes`` whose shared pages are worth reading together. Results do not
@@ -326,9 +338,11 @@ class StepPlan:
 
     step: int
     released_rows: IntArray = field(default_factory=_none)
+    host_saves: HostCopies = field(default_factory=HostCopies)
     broken_pages: IntArray = field(default_factory=_none)
     broken_window_pages: IntArray = field(default_factory=_none)
     adapters: AdapterMoves = field(default_factory=AdapterMoves)
+    host_loads: HostCopies = field(default_factory=HostCopies)
     copies: Copies = field(default_factory=Copies)
     admissions: tuple[Admission, ...] = ()
     grants: Grants = field(default_factory=Grants)
@@ -402,10 +416,14 @@ _PARTS: Final[Mapping[str, type[Any]]] = {
     "scores": Scores,
     "draws": Draws,
 }
+_HOST_PARTS: Final = ("host_saves", "host_loads")
 _NAMES: Final = {name: [array.name for array in fields(part)] for name, part in _PARTS.items()}
 _PATHS: Final = (*_ARRAYS, *(f"{part}.{name}" for part in _NAMES for name in _NAMES[part]))
-_NUM_HEADER_WORDS: Final = 2 * (1 + len(_PATHS))
+_HOST_PATHS: Final = tuple(
+    f"{part}.{array.name}" for part in _HOST_PARTS for array in fields(HostCopies)
+)
 _arrays_of: Final[Callable[[StepPlan], tuple[IntArray, ...]]] = attrgetter(*_PATHS)
+_host_arrays_of: Final[Callable[[StepPlan], tuple[IntArray, ...]]] = attrgetter(*_HOST_PATHS)
 
 
 def encode_plan(plan: StepPlan) -> IntArray:
@@ -415,24 +433,32 @@ def encode_plan(plan: StepPlan) -> IntArray:
         header    the step and the length of each array, as 64-bit numbers of two words each
         arrays    one after another, in the order of ``_PATHS``
 
-    What is left out is needed only for sampling that rank 0 does alone.
+    Arrays of copies to and from main memory, if there are any, are the last ones; the bits of the
+    step are inverted then. What is left out is needed only for sampling that rank 0 does alone.
     """
     if plan.admissions:
         plan = replace(plan, draws=Draws.of(plan.admissions))
-    arrays = _arrays_of(plan)
-    header = np.array([plan.step, *map(len, arrays)], dtype=np.int64)
+    step, arrays, of_host = plan.step, _arrays_of(plan), _host_arrays_of(plan)
+    if any(map(len, of_host)):
+        step, arrays = ~step, (*arrays, *of_host)
+    header = np.array([step, *map(len, arrays)], dtype=np.int64)
     return np.concatenate([header.view(np.int32), *arrays], dtype=np.int32)
 
 
 def decode_plan(buffer: IntArray) -> StepPlan:
     """The plan that ``encode_plan`` wrote at the front of a buffer; arrays are views of it."""
-    step, *lengths = buffer[:_NUM_HEADER_WORDS].view(np.int64).tolist()
-    borders = accumulate(lengths, initial=_NUM_HEADER_WORDS)
-    arrays = iter([buffer[begin:end] for begin, end in pairwise(borders)])
+    step = int(buffer[:2].view(np.int64)[0])
+    has_host = step < 0
+    num_arrays = len(_PATHS) + (len(_HOST_PATHS) if has_host else 0)
+    begin = 2 * (1 + num_arrays)
+    borders = accumulate(buffer[2:begin].view(np.int64).tolist(), initial=begin)
+    arrays = iter([buffer[first:last] for first, last in pairwise(borders)])
     values: dict[str, Any] = {name: next(arrays) for name in _ARRAYS}
     for name, part in _PARTS.items():
         values[name] = part(*islice(arrays, len(_NAMES[name])))
-    return StepPlan(step=step, **values)
+    if has_host:
+        values |= {name: HostCopies(next(arrays), next(arrays)) for name in _HOST_PARTS}
+    return StepPlan(step=~step if has_host else step, **values)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -136,6 +136,9 @@ class KVCache(Protocol):
         indices at which ``lease.pages`` changed in this way.
         """
 
+    def finite_pages(self, lease: Lease) -> IntArray:
+        """The published pages of a lease, int32[num_pages], up to the first that may hold NaN."""
+
     def groups(self, leases: Sequence[Lease], cost_tokens: int) -> Groups:
         """Which of the leases share cached pages; the members are indices of ``leases``.
 

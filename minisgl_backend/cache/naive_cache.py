@@ -93,6 +93,11 @@ class NaiveCache:
         self._judge(lease, len(tokens), verified)
         return range(0)
 
+    def finite_pages(self, lease: Lease) -> IntArray:
+        self._require_held(lease)
+        published = as_array(lease.pages[: lease.num_shared])
+        return published[: self._pool.num_trusted(published)]
+
     def groups(self, leases: Sequence[Lease], cost_tokens: int) -> Groups:
         return NO_GROUPS
 

@@ -79,6 +79,11 @@ class PagePool:
         """Whether one of ``pages`` may hold NaN."""
         return bool(self._is_suspect[pages].any())
 
+    def num_trusted(self, pages: IntArray) -> int:
+        """Number of leading ``pages`` that hold finite numbers only."""
+        suspects = np.flatnonzero(self._is_suspect[pages]) if self.num_suspect else EMPTY
+        return int(suspects[0]) if len(suspects) else len(pages)
+
     def take_broken(self) -> IntArray:
         """The suspect pages that were freed since the last call, int32[num_pages]."""
         if not self._broken:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from minisgl_backend.cache.host import HostCache
 from minisgl_backend.cache.windows import WindowPages
 from minisgl_backend.plan import (
     NO_GROUPS,
@@ -20,6 +21,7 @@ from minisgl_backend.plan import (
     Decodes,
     Grants,
     Groups,
+    HostCopies,
     PromptChunks,
     Scores,
     Snapshots,
@@ -40,6 +42,7 @@ class Draft:
         self.assumes_right = False
         self._admissions: list[Admission] = []
         self._grants: list[tuple[IntArray, IntArray, IntArray]] = []
+        self._host_loads: list[tuple[int, int]] = []
         self._copies: list[tuple[int, int, int]] = []
         self._checks: list[tuple[int, int, int]] = []
         self._checked_tokens: list[IntArray] = []
@@ -84,6 +87,10 @@ class Draft:
     def grant_row(self, row: int, indices: range, pages: IntArray) -> None:
         """Add grants to one row: page_table[row, indices[i]] = pages[i]."""
         self.grant(np.full(len(indices), row), np.arange(indices.start, indices.stop), pages)
+
+    def load_pages(self, pages: Sequence[int], slots: IntArray) -> None:
+        """Fill pages from slots of main memory."""
+        self._host_loads += zip(pages, slots.tolist(), strict=True)
 
     def copy(self, source: int, target: int, length: int) -> None:
         """Copy the first ``length`` positions of page ``source`` to page ``target``."""
@@ -140,11 +147,12 @@ class Draft:
         broken_pages: IntArray,
         masked: Mask,
         windows: WindowPages | None = None,
+        host: HostCache | None = None,
     ) -> StepPlan:
         """The finished plan, which shares no memory with anything that will change.
 
         ``masked``, bool[num_rows], says which rows have a grammar. ``windows`` gives its
-        broken pages and its grants.
+        broken pages and its grants, ``host`` what is to be saved.
         """
         rows, starts, lengths = _columns(self._checks, 3)
         checks = Checks(rows, starts, lengths, _joined(self._checked_tokens))
@@ -157,9 +165,11 @@ class Draft:
         return StepPlan(
             step=step,
             released_rows=np.array(released_rows, dtype=np.int32),
+            host_saves=HostCopies() if host is None else host.take_saves(),
             broken_pages=broken_pages,
             broken_window_pages=EMPTY if windows is None else windows.take_broken(),
             adapters=AdapterMoves(*_columns(self._loads, 4), *_columns(self._adapted, 2)),
+            host_loads=HostCopies(*_columns(self._host_loads, 2)),
             copies=Copies(*_columns(self._copies, 3)),
             admissions=tuple(self._admissions),
             grants=Grants(*map(_joined, zip(*self._grants, strict=True))),

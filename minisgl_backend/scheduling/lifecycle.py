@@ -4,6 +4,10 @@ Knows the queue, the rows and the cache, and keeps the three consistent. It is t
 leases: it acquires, grows, publishes and releases them. Must not decide which sequence is admitted,
 retracted or decoded: the scheduler does.
 
+When a sequence starts, pages of its prefix that main memory has (``cache.host``) and the device
+lacks are loaded into private pages, which are published like those that it computes. When it gives
+back its pages, copies of those that it has published go to main memory.
+
 When a further sample of a prompt (``waiting_samples``) starts, it leases the cached pages of the
 prompt. The rest of the prompt, usually its last, partial page, is copied from the pages of its
 leader, if that is still running. So each sample computes only the prompt's last position again.
@@ -24,6 +28,7 @@ from typing import Final
 
 import numpy as np
 
+from minisgl_backend.cache.host import HostCache
 from minisgl_backend.cache.kv import KVCache, Lease, Verified
 from minisgl_backend.cache.pages import num_pages_for
 from minisgl_backend.errors import InvariantError
@@ -47,7 +52,8 @@ class Lifecycle:
 
     ``live`` holds the sequences that have not ended; ``prefilling`` those with known tokens left to
     plan, in order of precedence; ``released_rows`` the rows given back since the last plan;
-    ``states`` the snapshots of recurrent states, None if rows have no such states.
+    ``states`` the snapshots of recurrent states, None if rows have no such states; ``host`` the
+    prefixes in main memory, None if none are kept.
     ``changes`` counts the events after which a waiting sequence that could not start might start: a
     change of the queue, of the cached prefixes, of the free pages or of the adapter slots.
     """
@@ -63,10 +69,13 @@ class Lifecycle:
         has_states: bool,
         released_rows: list[int],
         recent: RecentAnswers | None,
+        host: HostCache | None = None,
     ) -> None:
         """``group_cost_tokens``: see ``KVCache.groups``; None for no groups. ``has_states``: see
-        ``SchedulerConfig``. ``recent`` gets the answers that end."""
+        ``SchedulerConfig``. ``recent`` gets the answers that end. With ``host`` there are neither
+        recurrent states nor window pages."""
         self.cache = cache
+        self.host = host
         self.rows = RunningRows(num_rows)
         self.queue = queue
         self.places = places
@@ -192,6 +201,24 @@ class Lifecycle:
         windows.extend(lease, min(num_pages_for(end, windows.page_size), most))
         return min(end, max(start, lease.window_end * windows.page_size))
 
+    def load_prefix(self, sequence: Sequence, draft: Draft) -> int:
+        """Let a sequence that was just started load the pages of its prefix that main memory has
+        and the cache lacks; returns the number of tokens in them."""
+        if self.host is None:
+            return 0
+        lease, size = sequence.held(), self.cache.page_size
+        slots = self.host.match(sequence.reusable, sequence.request.cache_key)
+        begin, end = lease.num_shared, len(slots)
+        # indices of lease.pages:
+        # [0, begin)     cached
+        # [begin, end)   private: loaded before the step of ``draft`` computes anything
+        # [end, ...)     computed by this sequence
+        if end <= begin:
+            return 0
+        draft.load_pages(lease.pages[begin:end], slots[begin:])
+        self.rows.skip(sequence.row, end * size)
+        return (end - begin) * size
+
     def copy_prompt(self, sequence: Sequence, draft: Draft) -> None:
         """Let a sequence that was just started copy the part of its prompt that is not cached from
         its leader, except for the last position, whose logits it needs.
@@ -208,7 +235,7 @@ class Lifecycle:
         begin = int(self.rows.planned[sequence.row])
         end = min(int(self.rows.computed[leader.row]), len(sequence.request.prompt) - 1)
         # positions of the prompt:
-        # [0, begin)     cached, in whole pages
+        # [0, begin)     cached or loaded, in whole pages
         # [begin, end)   computed by the leader, in committed steps: copied
         # [end, ...)     computed by this sequence
         for index in range(begin // size, num_pages_for(end, size)):
@@ -281,6 +308,9 @@ class Lifecycle:
         known = self.rows.known(row)
         if not sequence.failed:
             self.publish(sequence, known)
+            if self.host is not None:
+                pages = self.cache.finite_pages(sequence.held())
+                self.host.save(known, sequence.request.cache_key, pages)
         if self.states is not None:
             self.states.end(sequence)
         if sequence.failed:
@@ -357,6 +387,8 @@ class Lifecycle:
         """Raise ``InvariantError`` if queue, rows and cache contradict each other. Slow."""
         self.cache.check()
         self.rows.check()
+        if self.host is not None:
+            self.host.check()
         held = [sequence for sequence in self.rows.sequences if sequence is not None]
         for sequence in held:
             capacity = len(sequence.held().pages) * self.cache.page_size

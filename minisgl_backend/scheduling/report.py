@@ -48,11 +48,14 @@ class Counters:
     num_guesses: int = 0
     num_right_guesses: int = 0
     num_checks_by_right: list[int]
+    host_saved_tokens: int = 0
+    host_loaded_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerStats:
-    """Counts of the planner. ``num_retractions`` and the counts of prefixes and guesses only grow.
+    """Counts of the planner. ``num_retractions`` and the counts of guesses, of tokens, and of
+    prefixes that were looked up or found, only grow.
 
     Leased pages are the rest: free + cached + leased == total. Evictable pages are cached ones that
     no lease uses.
@@ -79,6 +82,15 @@ class SchedulerStats:
     """Number of checks by how many guesses were right: none, one, up to the most that a row has."""
     running_adapters: tuple[int, ...] = ()
     """The ids of the LoRA adapters that rows have."""
+    host_saved_tokens: int = 0
+    """Number of tokens whose pages were copied to main memory."""
+    host_loaded_tokens: int = 0
+    """Number of tokens whose pages were copied from there; ``prefix_hits`` has them, too, unless
+    their sequence had been retracted."""
+    host_slots: int = 0
+    """Pages that main memory can keep."""
+    used_host_slots: int = 0
+    """Pages that it keeps."""
 
     @classmethod
     def sum(cls, parts: Sequence[SchedulerStats]) -> SchedulerStats:

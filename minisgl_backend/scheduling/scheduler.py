@@ -30,9 +30,11 @@ Invariants:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
+from minisgl_backend.cache.host import HostCache
 from minisgl_backend.cache.kv import KVCache
 from minisgl_backend.errors import InvariantError
 from minisgl_backend.plan import (
@@ -63,6 +65,10 @@ from minisgl_backend.scheduling.room import Room
 from minisgl_backend.scheduling.sequence import Phase, Precedence, Sequence, by_precedence
 from minisgl_backend.scheduling.waiting import WaitingQueue
 
+_LOADED_LIKE_COMPUTED: Final = 16
+"""To load this many tokens from main memory takes about as long as to compute one, and uses up as
+much of the budget, so that loading does not keep decode waiting either."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
@@ -73,11 +79,13 @@ class SchedulerConfig:
     ``KVCache.groups`` explains ``group_cost_tokens``. ``has_states``: rows have recurrent states,
     so the pages of a prefix are not enough to go on from it. With a ``section`` no chunk crosses a
     multiple of it, as attention in sections requires (``attention.sections``).
+    ``num_host_slots``: number of pages that main memory keeps for prefixes, 0 for none.
     ``num_adapter_slots``: the most adapters that are on the device at once. ``speculative_tokens``
     (0 for none) and ``speculative_max_requests`` limit ``guesses``, and
     ``speculative_recent_tokens`` is the size of ``lookup.RecentAnswers``. ``mtp_tokens`` is the
     number of tokens that the model's MTP layer guesses for a row, 0 without such a layer. No model
-    has both states and sections, or an MTP layer and sections.
+    has both states and sections, or an MTP layer and sections. With states or window pages, or a
+    cache that shares nothing, there are no host slots.
     """
 
     max_running_requests: int = 256
@@ -90,6 +98,7 @@ class SchedulerConfig:
     reserve_tokens: int = 256
     has_states: bool = False
     section: int | None = None
+    num_host_slots: int = 0
     num_adapter_slots: int = 0
     speculative_tokens: int = 0
     speculative_max_requests: int = 8
@@ -139,6 +148,7 @@ class Scheduler:
             has_states=config.has_states,
             released_rows=list(range(config.max_running_requests)) if counters is not None else [],
             recent=recent,
+            host=self._make_host(),
         )
         self._rows = self._life.rows
         self._queue = self._life.queue
@@ -196,7 +206,9 @@ class Scheduler:
             broken_pages=self._cache.take_broken(),
             masked=self._rows.masked,
             windows=self._cache.windows,
+            host=self._life.host,
         )
+        self._count_host_copies(plan)
         self._life.released_rows.clear()
         self._next_step += 1
         return plan
@@ -214,6 +226,7 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         """Counts, in constant time."""
+        host = self._life.host
         return SchedulerStats(
             num_waiting=self._life.num_waiting,
             num_running=self._rows.num_used,
@@ -229,16 +242,36 @@ class Scheduler:
             num_right_guesses=self._counters.num_right_guesses,
             num_checks_by_right=tuple(self._counters.num_checks_by_right),
             running_adapters=tuple(adapter_id for adapter_id, _ in self._life.places.in_use()),
+            host_saved_tokens=self._counters.host_saved_tokens,
+            host_loaded_tokens=self._counters.host_loaded_tokens,
+            host_slots=0 if host is None else host.num_slots,
+            used_host_slots=0 if host is None else host.num_used,
         )
 
     def renewed(self) -> Scheduler:
         """An empty planner like this one, with the same counters. Its first plan releases all
-        rows, and names all pages as broken."""
+        rows, and names all pages as broken. Main memory keeps nothing either: broken plans may not
+        have saved what they should."""
         return type(self)(self._cache.emptied(), self._config, counters=self._counters)
 
     def check(self) -> None:
         """Raise ``InvariantError`` if any part of the bookkeeping contradicts another. Slow."""
         self._life.check()
+
+    def _make_host(self) -> HostCache | None:
+        """The prefixes in main memory: none yet."""
+        config, windows = self._config, self._cache.windows
+        if not config.num_host_slots:
+            return None
+        if config.has_states or windows is not None:
+            raise InvariantError("states and window pages are not kept in main memory")
+        return HostCache(config.num_host_slots, self._cache.page_size)
+
+    def _count_host_copies(self, plan: StepPlan) -> None:
+        """Count the tokens that a plan saves to and loads from main memory."""
+        size, counters = self._cache.page_size, self._counters
+        counters.host_saved_tokens += len(plan.host_saves.pages) * size
+        counters.host_loaded_tokens += len(plan.host_loads.pages) * size
 
     def _plan_decodes(self, draft: Draft) -> bool:
         """Decode each row that can decode; True if there were not enough pages for all."""
@@ -352,10 +385,12 @@ class Scheduler:
     def _announce(self, sequence: Sequence, draft: Draft) -> None:
         """Tell the executor about a sequence that has taken a row, and about its pages."""
         request, lease = sequence.request, sequence.held()
-        self._life.copy_prompt(sequence, draft)
+        num_loaded = self._life.load_prefix(sequence, draft)
+        draft.budget = max(1, draft.budget - num_loaded // _LOADED_LIKE_COMPUTED)
         if not sequence.was_retracted:  # else it finds what it has computed itself
             self._counters.prefix_queries += len(sequence.reusable)
-            self._counters.prefix_hits += lease.num_shared * self._cache.page_size
+            self._counters.prefix_hits += lease.num_shared * self._cache.page_size + num_loaded
+        self._life.copy_prompt(sequence, draft)
         draft.admit(
             Admission(
                 request_id=request.id,

@@ -47,7 +47,7 @@ _FIRST_TURN = 1000  # the number of the first request that continues another
 class Setup:
     """All that may differ between two runs of one workload. With ``num_snapshots``, rows have
     recurrent states; with ``window``, there are ``num_window_pages`` in addition to the other
-    pages. Chunks end at ``section`` boundaries."""
+    pages. Main memory has ``num_host_slots``. Chunks end at ``section`` boundaries."""
 
     page_size: int
     num_pages: int
@@ -63,6 +63,7 @@ class Setup:
     num_snapshots: int | None = None
     window: int | None = None
     num_window_pages: int = 0
+    num_host_slots: int = 0
     section: int | None = None
     speculative_tokens: int = 0
     speculative_max_requests: int = 8
@@ -117,6 +118,7 @@ class Harness:
                 group_cost_tokens=setup.group_cost_tokens,
                 reserve_tokens=setup.reserve_tokens,
                 has_states=setup.num_snapshots is not None,
+                num_host_slots=setup.num_host_slots,
                 section=setup.section,
                 speculative_tokens=setup.speculative_tokens,
                 speculative_max_requests=setup.speculative_max_requests,
@@ -313,6 +315,17 @@ def with_mtp(setup: Setup) -> Setup:
         mtp_tokens=3,
         speculative_max_requests=3,
         model=Model(vocabulary=6),
+    )
+
+
+def with_host(setup: Setup) -> Setup:
+    """The same with prefixes in main memory, which has room for half of the pages."""
+    return replace(
+        setup,
+        num_snapshots=None,
+        window=None,
+        num_window_pages=0,
+        num_host_slots=setup.num_pages // 2,
     )
 
 

@@ -7,21 +7,23 @@ must notice a wrong token. Without a bug the same workloads pass.
 from __future__ import annotations
 
 import random
+from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from minisgl_backend.cache.host import HostCache
 from minisgl_backend.cache.kv import Lease
 from minisgl_backend.cache.naive_cache import NaiveCache
-from minisgl_backend.cache.pages import PagePool
+from minisgl_backend.cache.pages import PagePool, as_array
 from minisgl_backend.cache.radix import Node, RadixTree
 from minisgl_backend.cache.radix_cache import RadixCache
 from minisgl_backend.cache.snapshots import SnapshotCache
 from minisgl_backend.cache.windows import WindowLease, WindowPages
 from minisgl_backend.errors import InvariantError
-from minisgl_backend.plan import MTP_GUESS, Groups, SampledTokens, StepPlan
+from minisgl_backend.plan import MTP_GUESS, Groups, HostCopies, SampledTokens, StepPlan
 from minisgl_backend.request import EMPTY, IntArray, PromptLogprobs, RequestId
 from minisgl_backend.scheduling.draft import Draft
 from minisgl_backend.scheduling.guess_planner import GuessPlanner
@@ -33,12 +35,14 @@ from minisgl_backend.scheduling.report import StepResult
 from minisgl_backend.scheduling.running import RunningRows
 from minisgl_backend.scheduling.sequence import Phase, Sequence
 from minisgl_backend.scheduling.state_snapshots import StateSnapshots
+from tests.fakes.executor import FakeExecutor
 from tests.fakes.harness import (
     Harness,
     Setup,
     random_setup,
     run_randomly,
     with_guesses,
+    with_host,
     with_mtp,
 )
 from tests.properties.effort import examples
@@ -355,6 +359,81 @@ def not_moved_back(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("tests.fakes.harness.moved_back", as_planned)
 
 
+def saved_late(patch: pytest.MonkeyPatch) -> None:
+    """Pages are saved one plan later, when others may have written to them."""
+    take = HostCache.take_saves
+    due: dict[HostCache, HostCopies] = {}
+
+    def take_older(self: HostCache) -> HostCopies:
+        older, due[self] = due.get(self, HostCopies()), take(self)
+        return older
+
+    patch.setattr(HostCache, "take_saves", take_older)
+
+
+def saved_after_loads(patch: pytest.MonkeyPatch) -> None:
+    """Pages are saved after others of the same step are cleared, granted and loaded."""
+    save, load = FakeExecutor._save_pages, FakeExecutor._load_pages
+    due: list[HostCopies] = []
+
+    def load_first(self: FakeExecutor, loads: HostCopies) -> None:
+        load(self, loads)
+        save(self, due.pop())
+
+    patch.setattr(FakeExecutor, "_save_pages", lambda self, saves: due.append(saves))
+    patch.setattr(FakeExecutor, "_load_pages", load_first)
+
+
+def saved_to_an_evicted_slot(patch: pytest.MonkeyPatch) -> None:
+    """A slot that is given to another prefix before it is saved to gets the page of the first."""
+    save = HostCache.save
+
+    def save_first(self: HostCache, tokens: IntArray, salt: str, pages: IntArray) -> None:
+        before = dict(self._pending)
+        save(self, tokens, salt, pages)
+        self._pending |= before
+
+    patch.setattr(HostCache, "save", save_first)
+
+
+def saved_unverified(patch: pytest.MonkeyPatch) -> None:
+    """Pages are saved that may hold NaN."""
+    patch.setattr(
+        NaiveCache, "finite_pages", lambda self, lease: as_array(lease.pages[: lease.num_shared])
+    )
+
+
+def loaded_from_stale_slots(patch: pytest.MonkeyPatch) -> None:
+    """A prefix that was found once is found there again, though its slots were given to others."""
+    match = HostCache.match
+    found: dict[tuple[HostCache, str, bytes], IntArray] = {}
+
+    def match_once(self: HostCache, tokens: IntArray, salt: str) -> IntArray:
+        return found.setdefault((self, salt, tokens.tobytes()), match(self, tokens, salt))
+
+    patch.setattr(HostCache, "match", match_once)
+
+
+def loaded_to_the_next_page(patch: pytest.MonkeyPatch) -> None:
+    """Loaded pages are one place too far along."""
+    load = Draft.load_pages
+
+    def rotated(self: Draft, pages: array[int], slots: IntArray) -> None:
+        load(self, pages, np.roll(slots, 1))
+
+    patch.setattr(Draft, "load_pages", rotated)
+
+
+def loaded_in_full(patch: pytest.MonkeyPatch) -> None:
+    """A prompt that main memory has to its end leaves no token to compute."""
+    match = HostCache.match
+
+    def match_all(self: HostCache, tokens: IntArray, salt: str) -> IntArray:
+        return match(self, np.append(tokens, np.int32(0)), salt)
+
+    patch.setattr(HostCache, "match", match_all)
+
+
 def without_guards(patch: pytest.MonkeyPatch) -> None:
     """Remove the checks that refuse broken bookkeeping, so that only tokens can tell."""
 
@@ -404,7 +483,17 @@ BUGS_OF_MTP: dict[Inject, int] = {
     not_moved_back: 0,
 }
 """The same in workloads with guesses of an MTP layer."""
-ALL_BUGS = BUGS | BUGS_OF_GUESSES | BUGS_OF_MTP
+BUGS_OF_HOST: dict[Inject, int] = {
+    saved_late: 22,
+    saved_after_loads: 22,
+    saved_to_an_evicted_slot: 90,
+    saved_unverified: 57,
+    loaded_from_stale_slots: 0,
+    loaded_to_the_next_page: 3,
+    loaded_in_full: 2,
+}
+"""The same in workloads with prefixes in main memory."""
+ALL_BUGS = BUGS | BUGS_OF_GUESSES | BUGS_OF_MTP | BUGS_OF_HOST
 
 
 def as_drawn(setup: Setup) -> Setup:
@@ -419,6 +508,8 @@ def noticed(inject: Inject, *, by: tuple[type[Exception], ...], check: bool) -> 
         changed = with_guesses
     if inject in BUGS_OF_MTP:
         changed = with_mtp
+    if inject in BUGS_OF_HOST:
+        changed = with_host
     for seed in (ALL_BUGS[inject], *range(NUM_SEEDS)):
         rng = random.Random(seed)
         try:
@@ -436,6 +527,7 @@ def noticed(inject: Inject, *, by: tuple[type[Exception], ...], check: bool) -> 
         (as_drawn, NUM_SOUND_SEEDS),
         (with_guesses, NUM_SOUND_SEEDS // 5),
         (with_mtp, NUM_SOUND_SEEDS // 2),
+        (with_host, NUM_SOUND_SEEDS // 2),
     ],
 )
 def test_without_a_bug_all_workloads_pass(

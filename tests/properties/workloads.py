@@ -29,6 +29,9 @@ def setups(draw: st.DrawFn) -> Setup:
         speculative_tokens = draw(st.sampled_from([0, 1, 5, 20]))
     if is_finite and window is None and section is None:
         mtp_tokens = draw(st.sampled_from([0, 1, 3]))
+    num_host_slots, cache = 0, draw(st.sampled_from(["radix", "radix", "naive"]))
+    if num_snapshots is None and window is None and cache == "radix":
+        num_host_slots = draw(st.sampled_from([0, 2, num_pages, 5 * num_pages]))
     return Setup(
         page_size=page_size,
         num_pages=num_pages,
@@ -40,10 +43,11 @@ def setups(draw: st.DrawFn) -> Setup:
         worthwhile_tokens=draw(st.sampled_from([1, 16])),
         group_cost_tokens=draw(st.sampled_from([0, 1, 8])),
         reserve_tokens=draw(st.sampled_from([0, 0, 8])),
-        cache=draw(st.sampled_from(["radix", "radix", "naive"])),
+        cache=cache,
         num_snapshots=num_snapshots,
         window=window,
         num_window_pages=num_window_pages,
+        num_host_slots=num_host_slots,
         section=section,
         speculative_tokens=speculative_tokens,
         speculative_max_requests=draw(st.sampled_from([8, 2])),

@@ -16,6 +16,7 @@ from minisgl_backend.plan import (
     Checks,
     Decodes,
     Draws,
+    HostCopies,
     PromptChunks,
     SampledTokens,
     StepPlan,
@@ -45,6 +46,7 @@ ADMISSION = st.builds(
 )
 
 
+EMPTY_PLAN = StepPlan(step=0)
 ARRAY = st.integers(0, 4).flatmap(arrays)
 
 
@@ -94,6 +96,26 @@ def test_decoding_undoes_encoding_but_for_what_says_how_to_sample(
     assert buffer.dtype == np.int32
     assert_same(decode_plan(buffer), expected)
     assert_same(decode_plan(np.pad(buffer, (0, num_spare_words))), expected)
+
+
+def test_copies_to_and_from_main_memory_take_no_words_if_there_are_none() -> None:
+    arrays = [
+        part for part in fields(StepPlan) if isinstance(getattr(EMPTY_PLAN, part.name), np.ndarray)
+    ]
+    parts = [getattr(EMPTY_PLAN, part.name) for part in fields(StepPlan)]
+    num_arrays = len(arrays) - 1  # without masked_rows, which only rank 0 needs
+    num_arrays += sum(
+        len(fields(part))
+        for part in parts
+        if is_dataclass(part) and not isinstance(part, HostCopies)
+    )
+    assert len(encode_plan(EMPTY_PLAN)) == 2 * (1 + num_arrays)
+    one = np.array([5], np.int32)
+    for name in ("host_saves", "host_loads"):
+        plan = replace(EMPTY_PLAN, step=2**63 - 1, **{name: HostCopies(one, one)})
+        words = encode_plan(plan)
+        assert len(words) == 2 * (1 + num_arrays + 4) + 2
+        assert_same(decode_plan(words), plan)
 
 
 def test_a_sampled_row_is_a_last_chunk_or_decodes() -> None:

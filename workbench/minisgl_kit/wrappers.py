@@ -94,6 +94,9 @@ class CacheWrapper:
     def promised_length(self, tokens: IntArray, salt: str) -> int:
         return self.wrapped.promised_length(tokens, salt)
 
+    def finite_pages(self, lease: Lease) -> IntArray:
+        return self.wrapped.finite_pages(lease)
+
     def groups(self, leases: Sequence[Lease], cost_tokens: int) -> Groups:
         return self.wrapped.groups(leases, cost_tokens)
 

@@ -1,0 +1,101 @@
+"""The second level of the prefix cache: prefixes in main memory, in whole pages.
+
+It is written through: when a sequence gives back its pages, copies of those that it has published
+go to main memory, whether the device still has them or not. Memory there consists of *slots*, each
+for one page. The prefixes in them are kept in a radix tree over slots, with its own order of
+eviction; pages of the device and slots come and go independently.
+
+A copy is made by the plan after the one that was made last (``take_saves``): first of all, since
+the plan may grant the page again. A prefix is found as soon as it is to be saved, since plans run
+in order, and in each plan saves come before loads.
+
+Knows tokens, salts and slots. Must not know tensors, leases, or which pages the device still has.
+
+Invariants:
+- Every slot is free or in the tree (verified by ``check``).
+- A slot that a plan loads is not saved to by this plan, but with the very prefix that was matched:
+  what ``match`` finds is pinned until ``take_saves`` ends the plan. A later plan may save to it, as
+  it runs later.
+Rule for the caller: only pages that are known to be finite are saved, full of committed positions.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from minisgl_backend.cache.pages import PagePool
+from minisgl_backend.cache.radix import Node, RadixTree
+from minisgl_backend.cache.radix_cache import salt_key
+from minisgl_backend.errors import InvariantError
+from minisgl_backend.plan import HostCopies
+from minisgl_backend.request import IntArray
+
+
+class HostCache:
+    """Prefixes in slots 0 .. num_slots - 1."""
+
+    def __init__(self, num_slots: int, page_size: int) -> None:
+        self.num_slots = num_slots
+        self.page_size = page_size
+        self._pool = PagePool(num_slots)
+        self._tree = RadixTree(page_size)
+        self._pending: dict[int, int] = {}  # pages to save, by slot
+        self._matched: list[Node] = []  # since the last plan; pinned
+
+    @property
+    def num_used(self) -> int:
+        """Number of slots that hold a page."""
+        return self._tree.num_pages
+
+    def save(self, tokens: IntArray, salt: str, pages: IntArray) -> None:
+        """Keep ``pages``, which hold the first ``tokens`` of a sequence, unless they are kept.
+
+        The least recently used slots make room. The end of a prefix that does not fit is left out.
+        """
+        size, key = self.page_size, salt_key(salt)
+        node, kept = self._tree.match(tokens[: len(pages) * size], key)
+        # indices of ``pages``:
+        # [0, len(kept))   kept already: most recently used from now on
+        # [len(kept), end) get slots: free ones, or after evicting others
+        # [end, ...)       left out
+        room = self._pool.num_free + self._tree.num_evictable
+        end = min(len(pages), len(kept) + room)
+        if end > len(kept):
+            missing = end - len(kept)
+            if (short := missing - self._pool.num_free) > 0:
+                self._pool.free(self._tree.evict(short))
+            slots = self._pool.allocate(missing)
+            node, _ = self._tree.insert(node, tokens[len(kept) * size : end * size], slots, key)
+            # a slot that was to be saved to, and was evicted before, gets the newer page
+            self._pending |= zip(slots.tolist(), pages[len(kept) : end].tolist(), strict=True)
+        self._tree.unpin(node)
+
+    def match(self, tokens: IntArray, salt: str) -> IntArray:
+        """The slots of the longest prefix of ``tokens[:-1]``, int32[num_pages]. The plan that is
+        being made may load them."""
+        node, slots = self._tree.match(tokens[:-1], salt_key(salt))
+        self._matched.append(node)
+        return slots
+
+    def take_saves(self) -> HostCopies:
+        """What the plan that is being made must save; it is complete."""
+        for node in self._matched:
+            self._tree.unpin(node)
+        self._matched.clear()
+        if not self._pending:
+            return HostCopies()
+        slots = np.array(list(self._pending), dtype=np.int32)
+        pages = np.array(list(self._pending.values()), dtype=np.int32)
+        self._pending.clear()
+        return HostCopies(pages, slots)
+
+    def check(self) -> None:
+        """Raise ``InvariantError`` if the bookkeeping contradicts itself. Slow."""
+        self._pool.check()
+        self._tree.check()
+        slots = np.concatenate([self._pool.free_pages(), *(n.pages for n in self._tree.nodes())])
+        if not np.array_equal(np.sort(slots), np.arange(self.num_slots)):
+            raise InvariantError("a slot of main memory is neither free nor in the tree, or both")
+        pins = sum(node.pins for node in self._tree.root.children.values())
+        if pins != sum(node is not self._tree.root for node in self._matched):
+            raise InvariantError("not exactly the prefixes that were matched are pinned")

@@ -1,0 +1,160 @@
+"""Prefixes in main memory, against a model that is a plain list of prefixes by their last use."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minisgl_backend.cache.host import HostCache
+from minisgl_backend.request import IntArray
+from tests.fakes.executor import tokens_of
+
+SIZE = 4
+
+
+def tokens(pattern: str, rest: int = 1) -> IntArray:
+    """Each character fills a page; ``rest`` more tokens follow."""
+    return tokens_of([ord(each) for each in pattern for _ in range(SIZE)] + [0] * rest)
+
+
+def pages(*numbers: int) -> IntArray:
+    return np.array(numbers, np.int32)
+
+
+def saves(host: HostCache) -> dict[int, int]:
+    """The slots of pages that a plan saves."""
+    taken = host.take_saves()
+    host.check()
+    assert len({*taken.slots.tolist()}) == len(taken.slots), "a slot is written once"
+    return dict(zip(taken.pages.tolist(), taken.slots.tolist(), strict=True))
+
+
+def found(host: HostCache, pattern: str, salt: str = "", rest: int = 1) -> list[int]:
+    slots: list[int] = host.match(tokens(pattern, rest), salt).tolist()
+    return slots
+
+
+def test_a_prefix_is_found_in_the_slots_that_its_pages_are_saved_to() -> None:
+    host = HostCache(8, SIZE)
+    host.save(tokens("abc"), "", pages(30, 10, 20))
+    taken = saves(host)
+    slots = [taken[page] for page in (30, 10, 20)]
+    assert found(host, "abc") == found(host, "abcd") == slots
+    assert found(host, "abx") == slots[:2]
+    assert found(host, "abc", rest=0) == slots[:2], "the last token is always computed"
+    assert found(host, "bc") == found(host, "abc", salt="other") == []
+    assert host.num_used == 3
+    assert saves(host) == {}, "what is kept already is not saved again"
+
+
+def test_only_what_is_not_kept_yet_is_saved() -> None:
+    host = HostCache(8, SIZE)
+    host.save(tokens("ab"), "", pages(1, 2))
+    first = saves(host)
+    host.save(tokens("abcd"), "", pages(7, 8, 3, 4))
+    more = saves(host)
+    assert more.keys() == {3, 4}
+    assert found(host, "abcd") == [first[1], first[2], more[3], more[4]]
+
+
+def test_pages_at_the_end_of_a_sequence_that_are_not_given_are_not_saved() -> None:
+    host = HostCache(8, SIZE)
+    host.save(tokens("abcd"), "", pages(1, 2))
+    assert saves(host).keys() == {1, 2}
+    host.save(tokens("x"), "", pages())
+    assert saves(host) == {}
+    assert found(host, "x") == []
+
+
+def test_the_least_recently_used_slots_make_room_from_their_end() -> None:
+    host = HostCache(4, SIZE)
+    host.save(tokens("ab"), "", pages(1, 2))
+    host.save(tokens("xy"), "", pages(3, 4))
+    assert len(found(host, "ab")) == 2  # more recent now
+    saves(host)
+    host.save(tokens("q"), "", pages(5))
+    assert saves(host).keys() == {5}
+    assert [len(found(host, each)) for each in ("ab", "xy", "q")] == [2, 1, 1]
+
+
+def test_the_end_of_a_prefix_that_does_not_fit_is_left_out() -> None:
+    host = HostCache(3, SIZE)
+    host.save(tokens("abcde"), "", pages(1, 2, 3, 4, 5))
+    assert saves(host).keys() == {1, 2, 3}
+    assert len(found(host, "abcde")) == 3
+
+
+def test_a_slot_that_is_matched_is_not_saved_to_in_the_same_plan() -> None:
+    host = HostCache(3, SIZE)
+    host.save(tokens("ab"), "", pages(1, 2))
+    saves(host)
+    loaded = found(host, "ab")
+    host.save(tokens("xyz"), "", pages(3, 4, 5))
+    assert not {*saves(host).values()} & {*loaded}
+    host.save(tokens("uvw"), "", pages(6, 7, 8))  # in the next one it is
+    assert {*loaded} <= {*saves(host).values()}
+
+
+def test_a_slot_that_is_taken_away_before_it_is_saved_to_gets_the_newer_page() -> None:
+    host = HostCache(2, SIZE)
+    host.save(tokens("ab"), "", pages(1, 2))
+    host.save(tokens("xy"), "", pages(3, 4))
+    assert saves(host).keys() == {3, 4}
+    assert found(host, "ab") == []
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data(), st.integers(1, 6))
+def test_it_is_like_a_list_of_prefixes(data: st.DataObject, num_slots: int) -> None:
+    """Each kept page is a prefix; the model has them with what was saved, in order of last use."""
+    host = HostCache(num_slots, SIZE)
+    used: list[tuple[str, str]] = []  # salt, pattern: the least recently used first
+    contents: dict[int, tuple[str, str]] = {}  # what plans have saved, by slot
+    of_pages: dict[int, tuple[str, str]] = {}
+    next_page = 0
+
+    def use(salt: str, pattern: str) -> None:
+        """A prefix is more recent than what continues it, so that its end goes first."""
+        for end in range(len(pattern), 0, -1):
+            if (salt, pattern[:end]) in used:
+                used.remove((salt, pattern[:end]))
+                used.append((salt, pattern[:end]))
+
+    for _ in range(data.draw(st.integers(1, 12))):
+        salt, pattern = data.draw(st.sampled_from(["", "s"])), data.draw(st.text("ab", max_size=5))
+        known = 0
+        while known < len(pattern) and (salt, pattern[: known + 1]) in used:
+            known += 1
+        if data.draw(st.booleans()):
+            slots = found(host, pattern, salt)
+            contents |= {slot: of_pages[page] for page, slot in saves(host).items()}
+            assert [contents[slot] for slot in slots] == [
+                (salt, pattern[: end + 1]) for end in range(known)
+            ]
+            use(salt, pattern)
+            continue
+        own = list(range(next_page, next_page + len(pattern)))
+        next_page += len(own)
+        of_pages |= {page: (salt, pattern[: index + 1]) for index, page in enumerate(own)}
+        host.save(tokens(pattern), salt, pages(*own))
+        use(salt, pattern)
+        end = min(len(pattern), num_slots)
+        for index in range(known, end):
+            used.append((salt, pattern[: index + 1]))
+        kept = {(salt, pattern[: index + 1]) for index in range(end)}
+        while len(used) > num_slots:
+            gone = next(each for each in used if each not in kept)
+            used.remove(gone)
+        use(salt, pattern)
+        assert host.num_used == len(used) <= num_slots
+        host.check()
+
+
+@pytest.mark.parametrize("num_slots", [1, 5])
+def test_nothing_is_kept_at_first(num_slots: int) -> None:
+    host = HostCache(num_slots, SIZE)
+    assert (host.num_used, host.num_slots) == (0, num_slots)
+    assert found(host, "abc") == []
+    assert saves(host) == {}

@@ -42,7 +42,13 @@ from minisgl_backend.packages import slower_without
 from minisgl_backend.parallel.group import Group
 from minisgl_backend.parts import Parts
 from minisgl_backend.progress import Progress, shown, unseen
-from minisgl_backend.rank_memory import CacheSizes, cache_sizes, make_states, make_storage
+from minisgl_backend.rank_memory import (
+    CacheSizes,
+    cache_sizes,
+    make_host_pages,
+    make_states,
+    make_storage,
+)
 from minisgl_backend.resolve import Resolved
 from minisgl_backend.runtime.engine_base import EngineInfo
 from minisgl_backend.weight_format import WeightFormat
@@ -86,6 +92,7 @@ def build_rank(
     sizes = cache_sizes(facts, group)
     states = make_states(facts, sizes)
     storage = make_storage(facts, sizes)
+    host_pages = make_host_pages(facts, sizes, storage)
     _log_free_memory(facts, f"after making {storage.num_pages} KV pages")
     model.bind_pages(storage.layers)
     if states is not None:
@@ -113,6 +120,7 @@ def build_rank(
         adapter_store=store,
         watch_logits=parts.watch_logits,
         progress=progress,
+        host_pages=host_pages,
     )
     meet()
     info = _info(facts, attention, sizes)
@@ -149,6 +157,7 @@ def _info(facts: Resolved, attention: PagedAttention, sizes: CacheSizes) -> Engi
         num_snapshots=sizes.num_snapshots,
         num_window_pages=sizes.num_window_pages,
         window=None if sizes.num_window_pages is None else facts.shape.window,
+        num_host_slots=sizes.num_host_slots,
         section=facts.shape.section,
         max_running_requests=options.max_running_requests,
         max_queued_requests=options.max_queued_requests,

@@ -58,6 +58,7 @@ def build_scheduler(
         names_groups=info.reads_groups,
         group_cost_tokens=_GROUP_COST_ON_CPU if on_cpu else _GROUP_COST_ON_GPU,
         has_states=info.num_snapshots is not None,
+        num_host_slots=info.num_host_slots,
         section=info.section,
         num_adapter_slots=options.max_loras if options.enable_lora else 0,
         speculative_tokens=options.speculative_tokens,

@@ -104,6 +104,12 @@ class EngineOptions:
         "radix shares the KV of common prefixes; naive does not",
         choices=("radix", "naive"),
     )
+    host_cache_gib: float = option(
+        0.0,
+        "GiB of main memory that keep prefixes which no longer fit on the device, for each "
+        "replica; 0 is off",
+        minimum=0,
+    )
     state_snapshots: int | None = option(
         None,
         "copies of recurrent states that the prefix cache keeps, for models with recurrent layers; "

@@ -69,6 +69,7 @@ def checked_spec(options: EngineOptions, folder: Path, device: str | None) -> Mo
     if options.batch_invariant:
         check_invariant_spec(spec)
     _check_windows(options, spec)
+    _check_host_cache(options, spec)
     for name in ("state_snapshots", "state_dtype"):
         if getattr(options, name) and spec.recurrent is None:
             raise ConfigError(f"option {name}: {spec.architecture} has no recurrent layers")
@@ -152,6 +153,22 @@ def _check_windows(options: EngineOptions, spec: ModelSpec) -> None:
         )
 
 
+def _check_host_cache(options: EngineOptions, spec: ModelSpec) -> None:
+    """Raise ``ConfigError`` if main memory is to keep prefixes, and pages alone are not enough to
+    go on from one."""
+    if not options.host_cache_gib:
+        return
+    wanted = f"option host_cache_gib={options.host_cache_gib:g}"
+    if spec.recurrent is not None:
+        raise ConfigError(f"{wanted}: recurrent states, which {spec.architecture} has, stay behind")
+    shape = spec.attention_shape().for_context(context_of(options, spec))
+    if shape.window_pages:
+        raise ConfigError(
+            f"{wanted}: pages of layers with windows, which {spec.architecture} has, stay behind, "
+            f"unless max_sequence_length is at most {shape.window}"
+        )
+
+
 def context_of(options: EngineOptions, spec: ModelSpec) -> int:
     """The most tokens of a request. Raises ``ConfigError`` if that exceeds the model's context."""
     wanted, most = options.max_sequence_length, spec.context
@@ -199,6 +216,9 @@ def _check_memory(options: EngineOptions, spec: ModelSpec) -> None:
         ),
         f"num_pages={num_pages} of {page_size} positions": (
             num_ranks * num_pages * page_size * kv_bytes
+        ),
+        f"host_cache_gib={options.host_cache_gib:g}": (
+            int(replicas * options.host_cache_gib * 2**30) // num_nodes
         ),
         f"state_snapshots={num_snapshots}, of recurrent states": (
             replicas * num_snapshots * snapshot_bytes // num_nodes

@@ -15,6 +15,7 @@ from minisgl_backend.attention.names import parse_names
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.execution.graph_sizes import check_graph_options
+from minisgl_backend.host_memory import HostMemory
 from minisgl_backend.parallel.nodes import check_nodes
 from minisgl_backend.parallel.place import RankPlace, check_comm
 from minisgl_backend.parallel.rendezvous import listen_at
@@ -71,10 +72,12 @@ def check_options(options: EngineOptions, device: str | None) -> None:
             ("group_attention", options.group_attention and "true"),
             ("schedule_policy", options.schedule_policy == "lpm" and "lpm"),
             ("state_snapshots", options.state_snapshots),
+            ("host_cache_gib", options.host_cache_gib and f"{options.host_cache_gib:g}"),
             ("max_overtaken", options.max_overtaken),
         ):
             if value:
                 raise ConfigError(f"option {name}={value} needs cache=radix")
+    _check_host_cache(options)
     _check_replicas(options)
     check_adapters(options)
     _check_guesses(options)
@@ -108,6 +111,20 @@ def _check_guesses(options: EngineOptions) -> None:
     if is_chosen and not options.speculative_tokens:
         raise ConfigError(
             f"option speculative_recent_tokens={recent} needs speculative_tokens of at least 1"
+        )
+
+
+def _check_host_cache(options: EngineOptions) -> None:
+    """Compares with all memory of the machine, or of its container; what is free is compared when
+    it is taken."""
+    replicas, num_nodes = options.data_parallel_size, options.nnodes or 1
+    if not options.host_cache_gib:
+        return
+    needed, total = options.host_cache_gib * 2**30 * replicas / num_nodes, HostMemory.now().total
+    if needed > total:
+        raise ConfigError(
+            f"option host_cache_gib={options.host_cache_gib:g} would take {needed:,.0f} bytes of "
+            f"main memory, and this process may use {total:,}"
         )
 
 

@@ -1,4 +1,5 @@
-"""A rank's memory for what plans refer to by number: pages, window pages, snapshots of states.
+"""A rank's memory for what plans refer to by number: pages, window pages, snapshots of states,
+and slots of main memory.
 
 Decides how many there are, the same number on every rank, and makes the tensors for them. Must not
 know the model's layers beyond the shapes of what they keep, or who uses a page.
@@ -12,6 +13,7 @@ import torch
 
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.execution.host_pages import HostPages
 from minisgl_backend.execution.states import (
     StateStorage,
     bytes_per_slot,
@@ -24,6 +26,7 @@ from minisgl_backend.execution.storage import (
     bytes_per_page,
     choose_num_pages,
 )
+from minisgl_backend.host_memory import HostMemory
 from minisgl_backend.kernels.paged_kv import KVScale
 from minisgl_backend.kernels.sampling_table import SamplingTable
 from minisgl_backend.models.kv_scales import read_kv_scales
@@ -37,12 +40,13 @@ class CacheSizes:
     """How many pages, snapshots and window pages each rank has.
 
     ``num_snapshots`` is None if the model has no recurrent layers, ``num_window_pages`` if none
-    have pages of their own.
+    have pages of their own. Main memory has ``num_host_slots``, for a page each.
     """
 
     num_pages: int
     num_snapshots: int | None = None
     num_window_pages: int | None = None
+    num_host_slots: int = 0
 
 
 def cache_sizes(facts: Resolved, group: Group) -> CacheSizes:
@@ -53,12 +57,14 @@ def cache_sizes(facts: Resolved, group: Group) -> CacheSizes:
     """
     device, options = facts.device, facts.options
     cap_bytes = device.kv_bytes_cap
+    num_host_slots = choose_num_host_slots(facts)  # before any rank takes the memory
     # hosts may have different amounts of main memory
     may_differ = device.is_host and not facts.place.is_one_host
     free_bytes = least_free_memory(group, device.free_memory(), may_differ=may_differ)
     if cap_bytes is not None:  # a CPU's memory, which the ranks of a host share
         num_sharing = facts.place.local_size * options.data_parallel_size
         free_bytes //= num_sharing
+        free_bytes -= num_host_slots * _page_bytes(facts)
         cap_bytes //= num_sharing
     rows = options.max_running_requests + 1
     reserved_bytes = SamplingTable.num_bytes(rows, facts.spec.vocab_size, options.most_guesses)
@@ -74,12 +80,12 @@ def cache_sizes(facts: Resolved, group: Group) -> CacheSizes:
 
     def sizes(num_pages: int) -> CacheSizes:
         of_windows = None if windows is None else windows.num_pages(num_pages)
-        return CacheSizes(num_pages, num_snapshots, of_windows)
+        return CacheSizes(num_pages, num_snapshots, of_windows, num_host_slots)
 
     if options.num_pages is not None:
         return sizes(options.num_pages)
     num_pages = choose_num_pages(
-        page_bytes=bytes_per_page(facts.shape, options.page_size, facts.kv_dtype),
+        page_bytes=_page_bytes(facts),
         page_size=options.page_size,
         free_bytes=free_bytes,
         reserved_bytes=reserved_bytes,
@@ -134,7 +140,7 @@ def make_storage(facts: Resolved, sizes: CacheSizes) -> KVStorage:
             num_window_pages=sizes.num_window_pages,
         )
     except torch.OutOfMemoryError as error:
-        num_bytes = (num_pages + 1) * bytes_per_page(facts.shape, options.page_size, facts.kv_dtype)
+        num_bytes = (num_pages + 1) * _page_bytes(facts)
         if sizes.num_window_pages is not None:
             num_bytes += (sizes.num_window_pages + 1) * bytes_per_page(
                 facts.shape, options.page_size, facts.kv_dtype, window_pages=True
@@ -144,6 +150,42 @@ def make_storage(facts: Resolved, sizes: CacheSizes) -> KVStorage:
             f"{num_bytes:,} bytes of {gpu}, which has "
             f"{facts.device.free_memory():,} free: lower "
             + ("memory_ratio" if options.num_pages is None else "num_pages")
+        ) from error
+
+
+def choose_num_host_slots(facts: Resolved) -> int:
+    """How many pages main memory keeps, 0 for none. Raises ``ConfigError`` if not even one fits the
+    option, or if the ranks of this machine cannot have as many now."""
+    options, place, page_bytes = facts.options, facts.place, _page_bytes(facts)
+    wanted = f"option host_cache_gib={options.host_cache_gib:g}"
+    if not options.host_cache_gib:
+        return 0
+    num_slots = int(options.host_cache_gib * 2**30) // (page_bytes * place.size)
+    if not num_slots:
+        raise ConfigError(
+            f"{wanted} has no room for a page of {options.page_size} positions, which takes "
+            f"{page_bytes * place.size:,} bytes"
+        )
+    needed, free = num_slots * page_bytes * place.local_size, HostMemory.now().free
+    if needed > free:
+        raise ConfigError(
+            f"{wanted} takes {needed:,} bytes of this machine's main memory, of which this process "
+            f"can have {free:,}"
+        )
+    return num_slots
+
+
+def make_host_pages(facts: Resolved, sizes: CacheSizes, storage: KVStorage) -> HostPages | None:
+    """This rank's pages in main memory; None if none are kept. Raises ``ConfigError`` if they
+    cannot be had."""
+    if not sizes.num_host_slots:
+        return None
+    try:
+        return HostPages(storage, facts.device, sizes.num_host_slots)
+    except MemoryError as error:
+        raise ConfigError(
+            f"option host_cache_gib={facts.options.host_cache_gib:g}: {sizes.num_host_slots} pages "
+            f"of {storage.page_bytes:,} bytes on this rank: {error}"
         ) from error
 
 
@@ -177,6 +219,10 @@ def _state_bytes(facts: Resolved, recurrent: RecurrentSpec, num_snapshots: int) 
 
 def _slot_bytes(facts: Resolved, recurrent: RecurrentSpec) -> int:
     return bytes_per_slot(recurrent.of_rank(facts.place.size), facts.dtype, facts.state_dtype)
+
+
+def _page_bytes(facts: Resolved) -> int:
+    return bytes_per_page(facts.shape, facts.options.page_size, facts.kv_dtype)
 
 
 def _window_rule(facts: Resolved) -> WindowRule | None:

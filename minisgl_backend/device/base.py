@@ -72,6 +72,10 @@ class Device(Protocol):
     def staging(self, shape: tuple[int, ...]) -> npt.NDArray[np.int32]:
         """Uninitialized host memory, int32, that ``upload`` reads without another copy."""
 
+    def host_memory(self, num_bytes: int) -> Tensor:
+        """Main memory, uint8[num_bytes], uninitialized, that copies to and from the device use
+        directly. Raises ``MemoryError``."""
+
     def overwrite(self, tensor: Tensor, array: npt.NDArray[Any]) -> None:
         """Copy an array into a contiguous tensor of the device, in the order of the queue."""
 

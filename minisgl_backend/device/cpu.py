@@ -74,6 +74,9 @@ class CpuDevice:
     def staging(self, shape: tuple[int, ...]) -> npt.NDArray[np.int32]:
         return np.empty(shape, np.int32)
 
+    def host_memory(self, num_bytes: int) -> Tensor:
+        return torch.from_numpy(np.empty(num_bytes, np.uint8))
+
     def overwrite(self, tensor: Tensor, array: npt.NDArray[Any]) -> None:
         tensor.copy_(self.upload(array))
 

@@ -7,6 +7,7 @@ allocator, which reuses a block only after the copies from or to it have run.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -98,6 +99,17 @@ class CudaDevice:
             shape, dtype=torch.int32, pin_memory=True
         ).numpy()
         return pinned
+
+    def host_memory(self, num_bytes: int) -> Tensor:
+        # PyTorch's allocator of pinned memory would round the size up to a power of two
+        memory = np.empty(num_bytes, np.uint8)
+        address, runtime = memory.ctypes.data, torch.cuda.cudart()
+        error = runtime.cudaHostRegister(address, num_bytes, 0)
+        if error != runtime.cudaError.success:
+            raise MemoryError(f"{num_bytes:,} bytes of main memory cannot be pinned: {error}")
+        # before the memory is freed; at exit nothing needs to be done
+        weakref.finalize(memory, runtime.cudaHostUnregister, address).atexit = False
+        return torch.from_numpy(memory)
 
     def overwrite(self, tensor: Tensor, array: npt.NDArray[Any]) -> None:
         tensor.copy_(torch.from_numpy(array).pin_memory(), non_blocking=True)

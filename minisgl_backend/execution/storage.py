@@ -98,6 +98,32 @@ class KVStorage:
                 part = slice(begin, begin + _COPIED_AT_ONCE)
                 slots.index_copy_(2, targets[part], slots.index_select(2, sources[part]))
 
+    @property
+    def page_bytes(self) -> int:
+        """The bytes of a page in all layers that have no window pages."""
+        return sum(_page_bytes(raw) for raw in self._raw(window_pages=False))
+
+    def read(self, pages: Tensor, out: Tensor) -> None:
+        """Copy whole ``pages``, int64[n], to ``out``, uint8[n, page_bytes]. There must be no window
+        pages."""
+        for raw, part in self._parts(out):
+            part.copy_(raw.index_select(2, pages).movedim(2, 0))
+
+    def write(self, pages: Tensor, content: Tensor) -> None:
+        """The reverse of ``read``. No page may occur twice."""
+        for raw, part in self._parts(content):
+            raw.index_copy_(2, pages, part.movedim(0, 2))
+
+    def _parts(self, content: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each tensor of pages, and its part of the ``content`` of n pages, uint8[n, page_bytes]:
+        [n, num_layers, 2 or 1, page_size, num_kv_heads, head_dim]."""
+        begin = 0
+        for raw in self._raw(window_pages=False):
+            end = begin + _page_bytes(raw)
+            part = content[:, begin:end].view(raw.dtype)
+            yield raw, part.view(len(content), *raw.shape[:2], *raw.shape[3:])
+            begin = end
+
     def _raw(self, *, window_pages: bool) -> Iterator[Tensor]:
         """``pages`` of these kinds, and index keys, which no window pages have; float8 as bytes,
         since it can be neither filled nor indexed."""
@@ -110,6 +136,11 @@ class KVStorage:
             found.append(self.index_keys)
         for pages in found:
             yield pages.view(torch.uint8) if pages.itemsize == 1 else pages
+
+
+def _page_bytes(raw: Tensor) -> int:
+    """The bytes of a page in [num_layers, 2 or 1, num_pages + 1, ...]."""
+    return raw.nbytes // raw.shape[2]
 
 
 def _zeros(dims: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

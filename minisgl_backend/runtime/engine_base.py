@@ -51,7 +51,8 @@ class EngineInfo:
     ``weights`` says how the checkpoint stores them. Unless it ``generates``, the model has no
     output head and only embeds prompts. These are None if the model does not have them:
     ``num_snapshots`` of recurrent states, ``num_window_pages`` of layers whose largest window is
-    ``window``, and ``section``, the size of sections of attention. If it ``reads_groups``,
+    ``window``, and ``section``, the size of sections of attention. Main memory keeps up to
+    ``num_host_slots`` pages. If it ``reads_groups``,
     attention reads the pages that decoding rows share together. With several replicas, the limits
     of the queue hold for all together, everything else for each.
     """
@@ -74,6 +75,7 @@ class EngineInfo:
     max_queue_time_s: float | None = None
     num_snapshots: int | None = None
     num_window_pages: int | None = None
+    num_host_slots: int = 0
     window: int | None = None
     section: int | None = None
     generates: bool = True

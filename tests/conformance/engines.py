@@ -22,6 +22,7 @@ from minisgl_backend.device.base import Device
 from minisgl_backend.device.cpu import CpuDevice
 from minisgl_backend.execution.adapters import AdapterStore
 from minisgl_backend.execution.executor import ModelExecutor
+from minisgl_backend.execution.host_pages import HostPages
 from minisgl_backend.execution.stages import ExecutorLimits
 from minisgl_backend.execution.states import StateStorage
 from minisgl_backend.execution.storage import KVStorage
@@ -109,6 +110,7 @@ class TinyEngine(AbstractContextManager["TinyEngine"]):
         chunk: int = 32,
         radix: bool = True,
         num_snapshots: int = 6,
+        num_host_slots: int = 0,
         overlap: bool = True,
         attention: str | None = None,
         device: Device | None = None,
@@ -209,6 +211,7 @@ class TinyEngine(AbstractContextManager["TinyEngine"]):
             adapter_store=adapter_store,
             watch_logits=None,
             progress=unseen,
+            host_pages=HostPages(self.storage, device, num_host_slots) if num_host_slots else None,
         )
         config = SchedulerConfig(
             max_running_requests=MAX_ROWS,
@@ -216,6 +219,7 @@ class TinyEngine(AbstractContextManager["TinyEngine"]):
             reserve_tokens=reserve_tokens,
             num_adapter_slots=0 if adapter_slots is None else adapter_slots.num_slots,
             has_states=states is not None,
+            num_host_slots=num_host_slots,
             section=shape.section,
             speculative_tokens=speculative_tokens,
             mtp_tokens=mtp_tokens,
@@ -243,6 +247,11 @@ class TinyEngine(AbstractContextManager["TinyEngine"]):
     def num_retractions(self) -> int:
         """The retractions of all runs."""
         return self._scheduler.stats().num_retractions
+
+    @property
+    def num_loaded_tokens(self) -> int:
+        """The tokens that came from main memory in all runs."""
+        return self._scheduler.stats().host_loaded_tokens
 
     @property
     def num_guesses(self) -> tuple[int, int]:

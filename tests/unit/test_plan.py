@@ -99,20 +99,19 @@ def test_decoding_undoes_encoding_but_for_what_says_how_to_sample(
 
 
 def test_copies_to_and_from_main_memory_take_no_words_if_there_are_none() -> None:
-    arrays = [
-        part for part in fields(StepPlan) if isinstance(getattr(EMPTY_PLAN, part.name), np.ndarray)
-    ]
-    parts = [getattr(EMPTY_PLAN, part.name) for part in fields(StepPlan)]
-    num_arrays = len(arrays) - 1  # without masked_rows, which only rank 0 needs
+    values = [getattr(EMPTY_PLAN, part.name) for part in fields(StepPlan)]
+    num_arrays = sum(isinstance(value, np.ndarray) for value in values)
+    num_arrays -= 1  # masked_rows, which only rank 0 needs
     num_arrays += sum(
-        len(fields(part))
-        for part in parts
-        if is_dataclass(part) and not isinstance(part, HostCopies)
+        len(fields(value))
+        for value in values
+        if is_dataclass(value) and not isinstance(value, HostCopies)
     )
     assert len(encode_plan(EMPTY_PLAN)) == 2 * (1 + num_arrays)
     one = np.array([5], np.int32)
     for name in ("host_saves", "host_loads"):
-        plan = replace(EMPTY_PLAN, step=2**63 - 1, **{name: HostCopies(one, one)})
+        parts: dict[str, Any] = {name: HostCopies(one, one)}
+        plan = StepPlan(step=2**63 - 1, **parts)
         words = encode_plan(plan)
         assert len(words) == 2 * (1 + num_arrays + 4) + 2
         assert_same(decode_plan(words), plan)

@@ -1,0 +1,98 @@
+"""Prefixes that come back from main memory give the tokens that transformers gives.
+
+The pages hold too little for all prompts, so their prefixes are evicted before they come again.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import torch
+
+from minisgl_backend.kernels.paged_kv import KVScale
+from minisgl_backend.models.decoder import Decoder
+from minisgl_backend.request import IntArray, SamplingParams
+from tests.conformance.checkpoints import CONTEXT, VOCAB_SIZE, write_checkpoint
+from tests.conformance.eagle_checkpoints import PREDICTABLE, write_eagle_checkpoint
+from tests.conformance.engines import (
+    Outcome,
+    TinyEngine,
+    load_model,
+    prompts_with_shared_prefixes,
+)
+from tests.conformance.mtp_checkpoints import write_mtp_checkpoint
+from tests.conformance.test_tokens_equal_transformers import GREEDY, Answers
+
+PROMPTS: Final = prompts_with_shared_prefixes(vocab_size=VOCAB_SIZE, longest=60, seed=7, count=9)
+NUM_RUNS: Final = 3
+
+
+def answers(
+    model: Decoder, prompts: list[IntArray] = PROMPTS, **options: Any
+) -> tuple[list[Outcome], int]:
+    """The outcomes of several runs over the same prompts, and the tokens that were loaded."""
+    options = {"page_size": 4, "num_positions": 240, "reserve_tokens": 0, **options}
+    with TinyEngine(model, context=CONTEXT, **options) as engine:
+        outcomes = [engine.run(prompts, [GREEDY] * len(prompts)) for _ in range(NUM_RUNS)]
+        return outcomes, engine.num_loaded_tokens
+
+
+def check_same(model: Decoder, **options: Any) -> None:
+    """The tokens are those of an engine that computes everything itself."""
+    cold, _ = answers(model, radix=False, **options)
+    outcomes, num_loaded = answers(model, num_host_slots=200, **options)
+    assert num_loaded > 0
+    for outcome in outcomes:
+        assert outcome.tokens == cold[0].tokens
+
+
+@pytest.mark.parametrize("case", ["qwen3", "deepseek-v3", "deepseek-v32"])
+@pytest.mark.parametrize("options", [{}, {"num_host_slots": 24, "overlap": False, "page_size": 8}])
+def test_tokens_are_equal(case: str, options: dict[str, Any], tmp_path: Path) -> None:
+    theirs = write_checkpoint(case, tmp_path)
+    reference = Answers([theirs] * len(PROMPTS), PROMPTS)
+    model = load_model(tmp_path, context=CONTEXT)
+    outcomes, num_loaded = answers(model, **{"num_host_slots": 200, **options})
+    assert num_loaded > 0
+    for outcome in outcomes:
+        assert outcome.tokens == reference.tokens(outcome.tokens)
+    without, _ = answers(model, **{**options, "num_host_slots": 0})
+    if not options:
+        assert outcomes[-1].num_cached_tokens > without[-1].num_cached_tokens
+
+
+@pytest.mark.parametrize("case", ["qwen3", "youtu", "deepseek-v32"])
+def test_tokens_over_fp8_pages(case: str, tmp_path: Path) -> None:
+    write_checkpoint(case, tmp_path)
+    model = load_model(tmp_path, context=CONTEXT, dtype=torch.float64)
+    num_layers = len(model.spec.all_layers)
+    check_same(model, kv_dtype=torch.float8_e4m3fn, scales=[KVScale(0.25, 7.0)] * num_layers)
+
+
+@pytest.mark.parametrize("case", ["glm4-moe", "deepseek-v3"])
+def test_tokens_with_an_mtp_layer(case: str, tmp_path: Path) -> None:
+    write_mtp_checkpoint(case, tmp_path, predictable=True)
+    check_same(load_model(tmp_path, context=CONTEXT, mtp=True), mtp_tokens=3)
+
+
+def test_tokens_with_an_eagle_layer(tmp_path: Path) -> None:
+    write_eagle_checkpoint("qwen3", tmp_path, PREDICTABLE, predictable=True)
+    model = load_model(tmp_path / "model", context=CONTEXT, eagle=tmp_path / "eagle")
+    check_same(model, mtp_tokens=3)
+
+
+def test_a_prompt_that_is_scored_is_computed(tmp_path: Path) -> None:
+    """Nothing of it is loaded the first time; after that, prefixes are."""
+    write_checkpoint("qwen3", tmp_path)
+    model = load_model(tmp_path, context=CONTEXT)
+    score = SamplingParams(max_tokens=2, temperature=0.0, num_prompt_logprobs=0)
+    options: dict[str, Any] = {"page_size": 4, "num_positions": 240, "num_host_slots": 200}
+    with TinyEngine(model, context=CONTEXT, **options) as engine:
+        engine.run(PROMPTS, [GREEDY] * len(PROMPTS))
+        before = engine.num_loaded_tokens
+        engine.run(PROMPTS[:1], [score])
+        assert engine.num_loaded_tokens == before
+        engine.run(PROMPTS, [GREEDY] * len(PROMPTS))
+        assert engine.num_loaded_tokens > before

@@ -58,6 +58,8 @@ _COUNTERS: Final = {
     "vllm:spec_decode_num_drafts_total": "Times that guesses at a request's tokens were checked",
     "vllm:spec_decode_num_draft_tokens_total": "Tokens that were guessed",
     "vllm:spec_decode_num_accepted_tokens_total": "Guessed tokens that were right",
+    "minisgl:host_cache_saved_tokens_total": "Tokens whose pages were copied to main memory",
+    "minisgl:host_cache_loaded_tokens_total": "Tokens whose pages were copied from main memory",
     "minisgl:requests_cancelled_total": "Requests given up by their clients",
     "minisgl:requests_retracted_total": "Requests set back for want of pages",
 }
@@ -147,6 +149,11 @@ class ReportedEngine:
         self._counters = self._families.counters(_COUNTERS)
         self._gauges = self._families.gauges(_GAUGES)
         self._requests, self._pages = self._make_load_gauges()
+        self._host_pages = self._families.by_label(
+            self._families.gauge("minisgl:host_cache_pages", "Pages of main memory, by state"),
+            "state",
+            ("used", "max"),
+        )
         self._cache_info: ReportedMetric | None = self._make_cache_info(options)
         self._adapters = (
             AdapterGauge(self._families, options.max_loras) if options.enable_lora else None
@@ -190,6 +197,8 @@ class ReportedEngine:
             ("vllm:spec_decode_num_drafts_total", scheduler.num_checks),
             ("vllm:spec_decode_num_draft_tokens_total", scheduler.num_guesses),
             ("vllm:spec_decode_num_accepted_tokens_total", scheduler.num_right_guesses),
+            ("minisgl:host_cache_saved_tokens_total", scheduler.host_saved_tokens),
+            ("minisgl:host_cache_loaded_tokens_total", scheduler.host_loaded_tokens),
             ("minisgl:requests_cancelled_total", stats.num_cancelled),
             ("minisgl:requests_retracted_total", scheduler.num_retractions),
         ):
@@ -214,6 +223,7 @@ class ReportedEngine:
         self._gauges.clear()
         self._requests.clear()
         self._pages.clear()
+        self._host_pages.clear()
         self._cache_info = None
         self._adapters = None
         self._rejected.clear()
@@ -255,6 +265,10 @@ class ReportedEngine:
                     "max": scheduler.total_pages,
                     "tokens_per": info.page_size,
                 },
+            ),
+            (
+                self._host_pages,
+                {"used": scheduler.used_host_slots, "max": scheduler.host_slots},
             ),
         )
         for metrics, values in levels:

@@ -46,6 +46,7 @@ WANTED: Final = {
     "Chunk": "minisgl:chunk_tokens_bucket",
     "Right guesses by place": "vllm:spec_decode_num_accepted_tokens_per_pos_total",
     "Prefix cache": "vllm:prefix_cache_hits_total",
+    "Main memory": "minisgl:host_cache_loaded_tokens_total",
     "KV usage": "vllm:kv_cache_usage_perc",
     "Refused": "minisgl:requests_rejected_total",
     "Failed": "minisgl:requests_failed_total",

@@ -16,9 +16,11 @@ from minisgl_backend import build_rank, rank_memory
 from minisgl_backend.build_scheduler import build_scheduler
 from minisgl_backend.cache.kv import KVCache
 from minisgl_backend.config import DEMO_MODEL, EngineOptions
+from minisgl_backend.device.cpu import CpuDevice
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.execution.states import bytes_per_slot, pending_bytes
 from minisgl_backend.execution.storage import bytes_per_page
+from minisgl_backend.host_memory import HostMemory
 from minisgl_backend.kernels.gated_delta import DeltaStates
 from minisgl_backend.kernels.sampling_table import SamplingTable
 from minisgl_backend.models.catalog import load_spec
@@ -93,6 +95,56 @@ def test_too_little_memory_for_pages(
     )
     with pytest.raises(ConfigError, match=message):
         build_rank.build_rank(facts, OneRank, lambda: None, STANDARD)
+
+
+def host_facts(num_ranks: int = 1, **options: Any) -> Resolved:
+    """Facts about the demo model on a CPU."""
+    return replace(
+        facts_of(num_ranks, num_pages=8, **options), device=CpuDevice(), kv_dtype=torch.float32
+    )
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_main_memory_is_shared_out_to_the_ranks(num_ranks: int) -> None:
+    facts = host_facts(num_ranks, host_cache_gib=0.25)
+    page_bytes = bytes_per_page(facts.shape, 16, torch.float32)
+    sizes = rank_memory.cache_sizes(facts, OneRank())
+    assert sizes.num_host_slots == 2**28 // (page_bytes * num_ranks) > 100
+    storage = rank_memory.make_storage(facts, sizes)
+    assert storage.page_bytes == page_bytes
+    assert rank_memory.make_host_pages(facts, sizes, storage) is not None
+    none = replace(sizes, num_host_slots=0)
+    assert rank_memory.make_host_pages(facts, none, storage) is None
+
+
+def test_too_little_main_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = host_facts(host_cache_gib=0.25)
+    page_bytes = bytes_per_page(facts.shape, 16, torch.float32)
+    tiny = host_facts(host_cache_gib=page_bytes / 2**31)
+    with pytest.raises(ConfigError, match=f"no room for a page of 16 .* takes {page_bytes:,} byt"):
+        rank_memory.cache_sizes(tiny, OneRank())
+    sizes = rank_memory.cache_sizes(facts, OneRank())
+    storage = rank_memory.make_storage(facts, sizes)
+    with monkeypatch.context() as patch:
+        memory = HostMemory(total=2**30, free=2**28 - 2 * page_bytes)
+        patch.setattr(rank_memory.HostMemory, "now", lambda: memory)
+        with pytest.raises(ConfigError, match=rf"gib=0\.25 takes .* can have {memory.free:,}$"):
+            rank_memory.cache_sizes(facts, OneRank())
+
+    def no_memory(num_bytes: int) -> NoReturn:
+        raise MemoryError("it cannot be pinned")
+
+    monkeypatch.setattr(facts.device, "host_memory", no_memory)
+    message = f"{sizes.num_host_slots} pages of {page_bytes:,} bytes on this rank: it cannot be pi"
+    with pytest.raises(ConfigError, match=message):
+        rank_memory.make_host_pages(facts, sizes, storage)
+
+
+@pytest.mark.parametrize("num_host_slots", [0, 7])
+def test_the_planner_knows_how_many_pages_main_memory_keeps(num_host_slots: int) -> None:
+    scheduler = build_scheduler(EngineOptions(), engine_info(num_host_slots=num_host_slots))
+    assert scheduler.stats().host_slots == num_host_slots
+    assert scheduler.renewed().stats().host_slots == num_host_slots
 
 
 def test_all_ranks_capture_the_same() -> None:

@@ -18,6 +18,7 @@ from minisgl_backend.attention.base import LayerHeads
 from minisgl_backend.config import DEMO_MODEL, EngineOptions
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.experts_spec import ExpertsSpec, RoutingRule, SharedExpert
+from minisgl_backend.host_memory import HostMemory
 from minisgl_backend.model_check import (
     check_invariant_spec,
     checked_spec,
@@ -130,6 +131,12 @@ def test_the_device_is_known_where_it_is_named() -> None:
             "schedule_policy=lpm needs cache=radix",
         ),
         ({"state_snapshots": 2, "cache": "naive"}, None, "state_snapshots=2 needs cache=radix"),
+        ({"host_cache_gib": 0.5, "cache": "naive"}, None, "host_cache_gib=0.5 needs cache=radix"),
+        (
+            {"host_cache_gib": 1e9},
+            None,
+            "host_cache_gib=1e[+]09 would take 1,073,741,824,000,000,0",
+        ),
         ({"max_overtaken": 5, "cache": "naive"}, None, "max_overtaken=5 needs cache=radix"),
         ({"max_loras": 4}, None, "max_loras needs enable_lora"),
         ({"max_lora_rank": 32}, None, "max_lora_rank needs enable_lora"),
@@ -244,6 +251,43 @@ def test_windows_in_all_layers_share_no_pages(folder: Path) -> None:
     checked_spec(options, folder, "cpu")
     with pytest.raises(ConfigError, match="group_attention=true does not go with windows of 64 "):
         checked_spec(replace(options, max_sequence_length=65), folder, "cpu")
+
+
+def test_prefixes_whose_pages_are_not_all_that_they_need_stay_out_of_main_memory(
+    folder: Path,
+) -> None:
+    options = EngineOptions(load_format="dummy", host_cache_gib=0.01, max_sequence_length=64)
+    checked_spec(options, folder, "cpu")
+    config = json.loads((folder / "config.json").read_text())
+    mistral = {**config, "architectures": ["MistralForCausalLM"], "sliding_window": 64}
+    (folder / "config.json").write_text(json.dumps(mistral))
+    checked_spec(options, folder, "cpu")
+    message = (
+        "host_cache_gib=0.01: pages of layers with windows, .* max_sequence_length is at most 64"
+    )
+    with pytest.raises(ConfigError, match=message):
+        checked_spec(replace(options, max_sequence_length=65), folder, "cpu")
+    hybrid = {**SHAPES["qwen3.6-27b"], "num_hidden_layers": 4, "vocab_size": 2048}
+    (folder / "config.json").write_text(json.dumps(hybrid))
+    with pytest.raises(
+        ConfigError, match=r"host_cache_gib=0\.01: recurrent states, which Qwen3_5F"
+    ):
+        checked_spec(options, folder, "cpu")
+
+
+def test_main_memory_holds_the_prefixes_of_all_replicas(folder: Path) -> None:
+    """Beside all else that is there on a CPU."""
+    gib = HostMemory.now().total / 2**30
+    options = EngineOptions(load_format="dummy", host_cache_gib=0.7 * gib)
+    check_options(options, "cuda")
+    checked_spec(options, folder, "cpu")
+    two = replace(options, data_parallel_size=2)
+    with pytest.raises(ConfigError, match=r"host_cache_gib=.* bytes of main memory, and this proc"):
+        check_options(two, "cuda")
+    with pytest.raises(
+        ConfigError, match=r"^host_cache_gib=\S+ would take .* this process may use"
+    ):
+        checked_spec(two, folder, "cpu")
 
 
 def test_sections_begin_with_pages(folder: Path) -> None:

@@ -29,6 +29,12 @@ _COUNTED: Final[Mapping[str, Callable[[Mapping[str, Any]], float]]] = {
     "vllm:spec_decode_num_accepted_tokens_per_pos_total": lambda engine: engine["scheduler"][
         "num_right_guesses"
     ],
+    "minisgl:host_cache_saved_tokens_total": lambda engine: engine["scheduler"][
+        "host_saved_tokens"
+    ],
+    "minisgl:host_cache_loaded_tokens_total": lambda engine: engine["scheduler"][
+        "host_loaded_tokens"
+    ],
     "minisgl:requests_cancelled_total": lambda engine: engine["num_cancelled"],
     "minisgl:requests_retracted_total": lambda engine: engine["scheduler"]["num_retractions"],
 }

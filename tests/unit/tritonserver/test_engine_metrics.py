@@ -53,6 +53,10 @@ class Engine:
             num_retractions=3,
             prefix_queries=100,
             prefix_hits=40,
+            host_saved_tokens=320,
+            host_loaded_tokens=16,
+            host_slots=30,
+            used_host_slots=20,
         )
 
         self.num_readings = 0
@@ -131,6 +135,9 @@ def test_counts_are_told_once(metrics: EngineMetrics, engine: Engine) -> None:
     assert metric("vllm:generation_tokens_total").current == 3
     assert metric("vllm:prefix_cache_queries_total").current == 100
     assert metric("vllm:prefix_cache_hits_total").current == 40
+    assert metric("minisgl:host_cache_saved_tokens_total").current == 320
+    assert metric("minisgl:host_cache_loaded_tokens_total").current == 16
+    assert by_label("minisgl:host_cache_pages", "state") == {"used": 20, "max": 30}
     assert metric("minisgl:requests_cancelled_total").current == 1
     assert metric("minisgl:requests_retracted_total").current == 3
     assert metric("minisgl:requests_rejected_total", reason="queue_full").current == 1

@@ -250,3 +250,23 @@ def test_peft_computes_what_merged_weights_do(tmp_path: Path) -> None:
         adapted: Any = PeftModel.from_pretrained(theirs, path)
         torch.testing.assert_close(adapted(ids).logits, expected, rtol=1e-4, atol=1e-4)
         adapted.unload()
+
+
+@pytest.mark.parametrize("reference", ["qwen3"], indirect=True)
+def test_prefixes_in_main_memory_are_those_of_an_adapter(reference: Reference) -> None:
+    """The pages hold too little for all of them."""
+    slots, store, adapters = loaded(reference, 8)
+    chosen = [adapters[pick] for pick in reference.picks]
+    with TinyEngine(
+        reference.model,
+        context=CONTEXT,
+        adapter_slots=slots,
+        adapter_store=store,
+        page_size=4,
+        num_positions=400,
+        num_host_slots=1000,
+    ) as engine:
+        for _ in range(2):
+            outcome = engine.run(reference.prompts, [GREEDY] * len(chosen), chosen)
+            assert outcome.tokens == reference.answers.tokens(outcome.tokens)
+        assert engine.num_loaded_tokens > 0

@@ -127,7 +127,7 @@ def test_too_little_main_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     storage = rank_memory.make_storage(facts, sizes)
     with monkeypatch.context() as patch:
         memory = HostMemory(total=2**30, free=2**28 - 2 * page_bytes)
-        patch.setattr(rank_memory.HostMemory, "now", lambda: memory)
+        patch.setattr(HostMemory, "now", lambda: memory)
         with pytest.raises(ConfigError, match=rf"gib=0\.25 takes .* can have {memory.free:,}$"):
             rank_memory.cache_sizes(facts, OneRank())
 

@@ -151,6 +151,9 @@ class HostCopies:
     slots: IntArray = field(default_factory=_none)
 
 
+NO_HOST_COPIES: Final = HostCopies()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptChunks:
     """Chunks of prompts to compute, int32[num_chunks]: positions start .. start + length - 1 of a
@@ -338,11 +341,11 @@ class StepPlan:
 
     step: int
     released_rows: IntArray = field(default_factory=_none)
-    host_saves: HostCopies = field(default_factory=HostCopies)
+    host_saves: HostCopies = NO_HOST_COPIES
     broken_pages: IntArray = field(default_factory=_none)
     broken_window_pages: IntArray = field(default_factory=_none)
     adapters: AdapterMoves = field(default_factory=AdapterMoves)
-    host_loads: HostCopies = field(default_factory=HostCopies)
+    host_loads: HostCopies = NO_HOST_COPIES
     copies: Copies = field(default_factory=Copies)
     admissions: tuple[Admission, ...] = ()
     grants: Grants = field(default_factory=Grants)

@@ -27,7 +27,7 @@ from minisgl_backend.cache.pages import PagePool
 from minisgl_backend.cache.radix import Node, RadixTree
 from minisgl_backend.cache.radix_cache import salt_key
 from minisgl_backend.errors import InvariantError
-from minisgl_backend.plan import HostCopies
+from minisgl_backend.plan import NO_HOST_COPIES, HostCopies
 from minisgl_backend.request import IntArray
 
 
@@ -83,7 +83,7 @@ class HostCache:
             self._tree.unpin(node)
         self._matched.clear()
         if not self._pending:
-            return HostCopies()
+            return NO_HOST_COPIES
         slots = np.array(list(self._pending), dtype=np.int32)
         pages = np.array(list(self._pending.values()), dtype=np.int32)
         self._pending.clear()

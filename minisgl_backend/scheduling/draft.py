@@ -13,6 +13,7 @@ from minisgl_backend.cache.host import HostCache
 from minisgl_backend.cache.windows import WindowPages
 from minisgl_backend.plan import (
     NO_GROUPS,
+    NO_HOST_COPIES,
     TO_SAMPLE,
     AdapterMoves,
     Admission,
@@ -162,14 +163,17 @@ class Draft:
         scores = Scores(of, begins, counts, _joined(self._score_tokens))
         sampling = self.sample_rows
         begun_from = np.array(self._begun_from, dtype=np.int32)
+        loads = NO_HOST_COPIES
+        if self._host_loads:
+            loads = HostCopies(*_columns(self._host_loads, 2))
         return StepPlan(
             step=step,
             released_rows=np.array(released_rows, dtype=np.int32),
-            host_saves=HostCopies() if host is None else host.take_saves(),
+            host_saves=NO_HOST_COPIES if host is None else host.take_saves(),
             broken_pages=broken_pages,
             broken_window_pages=EMPTY if windows is None else windows.take_broken(),
             adapters=AdapterMoves(*_columns(self._loads, 4), *_columns(self._adapted, 2)),
-            host_loads=HostCopies(*_columns(self._host_loads, 2)),
+            host_loads=loads,
             copies=Copies(*_columns(self._copies, 3)),
             admissions=tuple(self._admissions),
             grants=Grants(*map(_joined, zip(*self._grants, strict=True))),

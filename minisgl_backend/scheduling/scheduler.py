@@ -208,7 +208,8 @@ class Scheduler:
             windows=self._cache.windows,
             host=self._life.host,
         )
-        self._count_host_copies(plan)
+        if self._life.host is not None:
+            self._count_host_copies(plan)
         self._life.released_rows.clear()
         self._next_step += 1
         return plan

@@ -19,7 +19,7 @@ from minisgl_backend.cache.radix import Node, RadixTree
 from minisgl_backend.cache.radix_cache import RadixCache
 from minisgl_backend.request import EMPTY, Failed, IntArray, Request, RequestId, SamplingParams
 from tests.fakes.executor import Model, expected_tokens, tokens_of
-from tests.fakes.harness import Harness, Setup
+from tests.fakes.harness import Harness, Setup, with_host
 from tests.properties.effort import examples
 from tests.properties.workloads import workloads
 
@@ -67,24 +67,34 @@ def run(harness: Harness, rng: random.Random, requests: list[Request]) -> None:
         harness.check()
 
 
-def run_with_nan(seed: int) -> Harness:
+def unchanged(setup: Setup) -> Setup:
+    """Without prefixes in main memory."""
+    return setup
+
+
+def with_ample_host(setup: Setup) -> Setup:
+    """With room for all prefixes there."""
+    return replace(with_host(setup), num_host_slots=100)
+
+
+def run_with_nan(seed: int, changed: Callable[[Setup], Setup] = unchanged) -> Harness:
     """Some positions of some requests are NaN. Each gets its own tokens and its own failure."""
     rng = random.Random(seed)
-    setup = scarce(rng, Model(vocabulary=50, nan_kv_every=60))
+    setup = changed(scarce(rng, Model(vocabulary=50, nan_kv_every=60)))
     harness = Harness(setup)
     run(harness, rng, [request(rng, setup, number) for number in range(12)])
     harness.verify()
     return harness
 
 
-def run_with_faults(seed: int) -> Harness:
+def run_with_faults(seed: int, changed: Callable[[Setup], Setup] = unchanged) -> Harness:
     """Requests run while any position may become NaN; afterwards none does.
 
     Then each prompt is served again, alone and twice. The first time it may find pages that the
     faults left. If it fails because of them, they are gone the second time.
     """
     rng = random.Random(seed)
-    setup = scarce(rng, Model(vocabulary=50))
+    setup = changed(scarce(rng, Model(vocabulary=50)))
     harness = Harness(setup)
     harness.executor.is_hit = lambda: rng.random() < 0.02
     run(harness, rng, [request(rng, setup, number) for number in range(8)])
@@ -119,6 +129,14 @@ def test_nan_reaches_no_other_request() -> None:
 def test_what_a_fault_leaves_behind_fails_a_prompt_at_most_once() -> None:
     for seed in range(NUM_SEEDS // 3):
         run_with_faults(seed)
+
+
+def test_main_memory_keeps_no_nan() -> None:
+    """It would break the executor's own rule, or spread to requests that load it."""
+    harnesses = [run_with_nan(seed, with_ample_host) for seed in range(NUM_SEEDS)]
+    harnesses += [run_with_nan(seed, with_host) for seed in range(NUM_SEEDS // 2)]
+    harnesses += [run_with_faults(seed, with_ample_host) for seed in range(NUM_SEEDS // 3)]
+    assert sum(harness.executor.num_loaded for harness in harnesses) > NUM_SEEDS
 
 
 @settings(max_examples=examples(60))

@@ -18,7 +18,7 @@ from typing import Final
 from minisgl_backend.adapter_options import adapter_paths, adapter_tasks, check_task_names
 from minisgl_backend.build_rank import build_rank
 from minisgl_backend.build_scheduler import build_scheduler
-from minisgl_backend.cache.radix_cache import TreeWatch
+from minisgl_backend.cache.tree_watch import TreeWatch
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import ConfigError, InvalidRequest
 from minisgl_backend.execution.adapters import AdapterStore

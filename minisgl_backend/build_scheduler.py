@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from typing import Final
 
+from minisgl_backend.cache.host import HostCache
 from minisgl_backend.cache.kv import KVCache
 from minisgl_backend.cache.naive_cache import NaiveCache
-from minisgl_backend.cache.radix_cache import RadixCache, TreeWatch
+from minisgl_backend.cache.radix_cache import RadixCache
 from minisgl_backend.cache.snapshots import SnapshotCache
+from minisgl_backend.cache.tree_watch import TreeWatch
 from minisgl_backend.cache.windows import WindowPages
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.parts import STANDARD, Parts
@@ -32,8 +34,10 @@ def build_scheduler(
     parts: Parts = STANDARD,
     *,
     watch: TreeWatch | None = None,
+    host_watch: TreeWatch | None = None,
 ) -> Scheduler:
-    """The planner for an engine with this model and this number of pages."""
+    """The planner for an engine with this model and this number of pages. ``watch`` follows its
+    prefix cache, ``host_watch`` the prefixes in main memory."""
     cache: KVCache
     windows = None
     if info.num_window_pages is not None and info.window is not None:
@@ -43,10 +47,13 @@ def build_scheduler(
             page_size=info.page_size,
             window=info.window,
         )
+    host = None
+    if info.num_host_slots:
+        host = HostCache(info.num_host_slots, info.page_size, watch=host_watch)
     if options.cache == "naive":
         cache = NaiveCache(info.num_pages, info.page_size, windows=windows)
     elif info.num_snapshots is None:
-        cache = RadixCache(info.num_pages, info.page_size, watch=watch, windows=windows)
+        cache = RadixCache(info.num_pages, info.page_size, watch=watch, windows=windows, host=host)
     else:
         cache = SnapshotCache(info.num_pages, info.page_size, info.num_snapshots, watch=watch)
     on_cpu = info.device == "cpu"
@@ -58,7 +65,6 @@ def build_scheduler(
         names_groups=info.reads_groups,
         group_cost_tokens=_GROUP_COST_ON_CPU if on_cpu else _GROUP_COST_ON_GPU,
         has_states=info.num_snapshots is not None,
-        num_host_slots=info.num_host_slots,
         section=info.section,
         num_adapter_slots=options.max_loras if options.enable_lora else 0,
         speculative_tokens=options.speculative_tokens,

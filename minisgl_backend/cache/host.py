@@ -24,8 +24,8 @@ from __future__ import annotations
 import numpy as np
 
 from minisgl_backend.cache.pages import PagePool
-from minisgl_backend.cache.radix import Node, RadixTree
-from minisgl_backend.cache.radix_cache import salt_key
+from minisgl_backend.cache.radix import Node, RadixTree, salt_key
+from minisgl_backend.cache.tree_watch import TreeWatch
 from minisgl_backend.errors import InvariantError
 from minisgl_backend.plan import NO_HOST_COPIES, HostCopies
 from minisgl_backend.request import IntArray
@@ -34,11 +34,12 @@ from minisgl_backend.request import IntArray
 class HostCache:
     """Prefixes in slots 0 .. num_slots - 1."""
 
-    def __init__(self, num_slots: int, page_size: int) -> None:
+    def __init__(self, num_slots: int, page_size: int, *, watch: TreeWatch | None = None) -> None:
         self.num_slots = num_slots
         self.page_size = page_size
         self._pool = PagePool(num_slots)
         self._tree = RadixTree(page_size)
+        self._watch = watch
         self._pending: dict[int, int] = {}  # pages to save, by slot
         self._matched: list[Node] = []  # since the last plan; pinned
 
@@ -62,10 +63,11 @@ class HostCache:
         end = min(len(pages), len(kept) + room)
         if end > len(kept):
             missing = end - len(kept)
-            if (short := missing - self._pool.num_free) > 0:
-                self._pool.free(self._tree.evict(short))
+            self._make_room(missing)
             slots = self._pool.allocate(missing)
             node, _ = self._tree.insert(node, tokens[len(kept) * size : end * size], slots, key)
+            if self._watch is not None:
+                self._watch.published(tokens[: end * size], salt, slots)
             # a slot that was to be saved to, and was evicted before, gets the newer page
             self._pending |= zip(slots.tolist(), pages[len(kept) : end].tolist(), strict=True)
         self._tree.unpin(node)
@@ -89,6 +91,12 @@ class HostCache:
         self._pending.clear()
         return HostCopies(pages, slots)
 
+    def emptied(self) -> HostCache:
+        """New slots, all of them free."""
+        if self._watch is not None:
+            self._watch.emptied()
+        return HostCache(self.num_slots, self.page_size, watch=self._watch)
+
     def check(self) -> None:
         """Raise ``InvariantError`` if the bookkeeping contradicts itself. Slow."""
         self._pool.check()
@@ -99,3 +107,12 @@ class HostCache:
         pins = sum(node.pins for node in self._tree.root.children.values())
         if pins != sum(node is not self._tree.root for node in self._matched):
             raise InvariantError("not exactly the prefixes that were matched are pinned")
+
+    def _make_room(self, num_slots: int) -> None:
+        """Evict until so many slots are free."""
+        short = num_slots - self._pool.num_free
+        if short > 0:
+            evicted = self._tree.evict(short)
+            self._pool.free(evicted)
+            if self._watch is not None:
+                self._watch.left(evicted)

@@ -35,6 +35,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
+from minisgl_backend.cache.host import HostCache
 from minisgl_backend.cache.radix import Node
 from minisgl_backend.cache.windows import WindowLease, WindowPages
 from minisgl_backend.plan import NO_SNAPSHOT, Groups
@@ -82,6 +83,10 @@ class KVCache(Protocol):
     @property
     def windows(self) -> WindowPages | None:
         """The pages of layers with windows, if they have pages of their own."""
+
+    @property
+    def host(self) -> HostCache | None:
+        """The prefixes in main memory, if any are kept."""
 
     @property
     def num_free(self) -> int:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from minisgl_backend.cache.host import HostCache
 from minisgl_backend.cache.kv import KVCache, Lease, Verified
 from minisgl_backend.cache.pages import PagePool, as_array, num_pages_for
 from minisgl_backend.cache.windows import WindowPages
@@ -38,6 +39,10 @@ class NaiveCache:
     @property
     def windows(self) -> WindowPages | None:
         return self._windows
+
+    @property
+    def host(self) -> HostCache | None:
+        return None
 
     @property
     def num_free(self) -> int:

@@ -372,3 +372,13 @@ class RadixTree:
         if upper.pins == 0:
             self._recency[upper] = None
         return upper
+
+
+def salt_key(salt: str) -> bytes:
+    """The salt as a part of the tree's keys."""
+    return salt.encode("utf-8", "surrogatepass")
+
+
+def salt_of(key: bytes) -> str:
+    """The inverse of ``salt_key``."""
+    return key.decode("utf-8", "surrogatepass")

@@ -8,32 +8,20 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 
 from minisgl_backend.cache.groups import groups_of
+from minisgl_backend.cache.host import HostCache
 from minisgl_backend.cache.kv import KVCache, Lease, Verified
 from minisgl_backend.cache.naive_cache import NaiveCache
 from minisgl_backend.cache.pages import as_array
-from minisgl_backend.cache.radix import RadixTree
+from minisgl_backend.cache.radix import RadixTree, salt_key, salt_of
+from minisgl_backend.cache.tree_watch import TreeWatch
 from minisgl_backend.cache.windows import WindowPages
 from minisgl_backend.errors import InvariantError
 from minisgl_backend.plan import Groups
 from minisgl_backend.request import IntArray
-
-
-class TreeWatch(Protocol):
-    """Learns, in order, what enters and leaves the tree of a cache."""
-
-    def published(self, tokens: IntArray, salt: str, pages: IntArray) -> None:
-        """``pages`` are in the tree from now on: the last full ones of ``tokens``."""
-
-    def left(self, pages: IntArray) -> None:
-        """``pages`` are no longer in the tree."""
-
-    def emptied(self) -> None:
-        """An empty cache takes the place of the one that was watched."""
 
 
 class RadixCache(NaiveCache):
@@ -48,12 +36,21 @@ class RadixCache(NaiveCache):
         watch: TreeWatch | None = None,
         windows: WindowPages | None = None,
         needs_snapshots: bool = False,
+        host: HostCache | None = None,
     ) -> None:
-        """For ``needs_snapshots`` see ``RadixTree``."""
+        """For ``needs_snapshots`` see ``RadixTree``. With ``host`` there are neither snapshots nor
+        window pages."""
         super().__init__(num_pages, page_size, is_clean=is_clean, windows=windows)
         self._tree = RadixTree(page_size, needs_snapshots=needs_snapshots)
         self._promises = RadixTree(page_size)  # its pages are indices only
         self._watch = watch
+        self._host = host
+        if host is not None and (needs_snapshots or windows is not None):
+            raise InvariantError("main memory keeps neither snapshots nor window pages")
+
+    @property
+    def host(self) -> HostCache | None:
+        return self._host
 
     @property
     def num_cached(self) -> int:
@@ -163,12 +160,15 @@ class RadixCache(NaiveCache):
             is_clean=False,
             watch=self._watch,
             windows=self._emptied_windows(),
+            host=None if self._host is None else self._host.emptied(),
         )
 
     def check(self) -> None:
         self._pool.check()
         self._tree.check()
         self._promises.check()
+        if self._host is not None:
+            self._host.check()
         promised = sum(lease.promise is not None for lease in self._leases)
         if sum(node.pins for node in self._promises.root.children.values()) != promised:
             raise InvariantError("the tree of promises does not match the leases")
@@ -216,13 +216,3 @@ class RadixCache(NaiveCache):
         self._free(pages)
         if self._watch is not None and len(pages):
             self._watch.left(pages)
-
-
-def salt_key(salt: str) -> bytes:
-    """The salt as a part of the tree's keys."""
-    return salt.encode("utf-8", "surrogatepass")
-
-
-def salt_of(key: bytes) -> str:
-    """The inverse of ``salt_key``."""
-    return key.decode("utf-8", "surrogatepass")

@@ -15,7 +15,8 @@ and not given back yet.
 from __future__ import annotations
 
 from minisgl_backend.cache.kv import Lease
-from minisgl_backend.cache.radix_cache import RadixCache, TreeWatch
+from minisgl_backend.cache.radix_cache import RadixCache
+from minisgl_backend.cache.tree_watch import TreeWatch
 from minisgl_backend.errors import InvariantError
 from minisgl_backend.request import IntArray
 

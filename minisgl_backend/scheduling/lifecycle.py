@@ -28,7 +28,6 @@ from typing import Final
 
 import numpy as np
 
-from minisgl_backend.cache.host import HostCache
 from minisgl_backend.cache.kv import KVCache, Lease, Verified
 from minisgl_backend.cache.pages import num_pages_for
 from minisgl_backend.errors import InvariantError
@@ -52,8 +51,7 @@ class Lifecycle:
 
     ``live`` holds the sequences that have not ended; ``prefilling`` those with known tokens left to
     plan, in order of precedence; ``released_rows`` the rows given back since the last plan;
-    ``states`` the snapshots of recurrent states, None if rows have no such states; ``host`` the
-    prefixes in main memory, None if none are kept.
+    ``states`` the snapshots of recurrent states, None if rows have no such states.
     ``changes`` counts the events after which a waiting sequence that could not start might start: a
     change of the queue, of the cached prefixes, of the free pages or of the adapter slots.
     """
@@ -69,13 +67,10 @@ class Lifecycle:
         has_states: bool,
         released_rows: list[int],
         recent: RecentAnswers | None,
-        host: HostCache | None = None,
     ) -> None:
         """``group_cost_tokens``: see ``KVCache.groups``; None for no groups. ``has_states``: see
-        ``SchedulerConfig``. ``recent`` gets the answers that end. With ``host`` there are neither
-        recurrent states nor window pages."""
+        ``SchedulerConfig``. ``recent`` gets the answers that end."""
         self.cache = cache
-        self.host = host
         self.rows = RunningRows(num_rows)
         self.queue = queue
         self.places = places
@@ -204,10 +199,11 @@ class Lifecycle:
     def load_prefix(self, sequence: Sequence, draft: Draft) -> int:
         """Let a sequence that was just started load the pages of its prefix that main memory has
         and the cache lacks; returns the number of tokens in them."""
-        if self.host is None:
+        host = self.cache.host
+        if host is None:
             return 0
         lease, size = sequence.held(), self.cache.page_size
-        slots = self.host.match(sequence.reusable, sequence.request.cache_key)
+        slots = host.match(sequence.reusable, sequence.request.cache_key)
         begin, end = lease.num_shared, len(slots)
         # indices of lease.pages:
         # [0, begin)     cached
@@ -308,9 +304,9 @@ class Lifecycle:
         known = self.rows.known(row)
         if not sequence.failed:
             self.publish(sequence, known)
-            if self.host is not None:
+            if self.cache.host is not None:
                 pages = self.cache.finite_pages(sequence.held())
-                self.host.save(known, sequence.request.cache_key, pages)
+                self.cache.host.save(known, sequence.request.cache_key, pages)
         if self.states is not None:
             self.states.end(sequence)
         if sequence.failed:
@@ -387,8 +383,6 @@ class Lifecycle:
         """Raise ``InvariantError`` if queue, rows and cache contradict each other. Slow."""
         self.cache.check()
         self.rows.check()
-        if self.host is not None:
-            self.host.check()
         held = [sequence for sequence in self.rows.sequences if sequence is not None]
         for sequence in held:
             capacity = len(sequence.held().pages) * self.cache.page_size

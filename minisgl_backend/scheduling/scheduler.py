@@ -34,7 +34,6 @@ from typing import Final
 
 import numpy as np
 
-from minisgl_backend.cache.host import HostCache
 from minisgl_backend.cache.kv import KVCache
 from minisgl_backend.errors import InvariantError
 from minisgl_backend.plan import (
@@ -79,13 +78,11 @@ class SchedulerConfig:
     ``KVCache.groups`` explains ``group_cost_tokens``. ``has_states``: rows have recurrent states,
     so the pages of a prefix are not enough to go on from it. With a ``section`` no chunk crosses a
     multiple of it, as attention in sections requires (``attention.sections``).
-    ``num_host_slots``: number of pages that main memory keeps for prefixes, 0 for none.
     ``num_adapter_slots``: the most adapters that are on the device at once. ``speculative_tokens``
     (0 for none) and ``speculative_max_requests`` limit ``guesses``, and
     ``speculative_recent_tokens`` is the size of ``lookup.RecentAnswers``. ``mtp_tokens`` is the
     number of tokens that the model's MTP layer guesses for a row, 0 without such a layer. No model
-    has both states and sections, or an MTP layer and sections. With states or window pages, or a
-    cache that shares nothing, there are no host slots.
+    has both states and sections, or an MTP layer and sections.
     """
 
     max_running_requests: int = 256
@@ -98,7 +95,6 @@ class SchedulerConfig:
     reserve_tokens: int = 256
     has_states: bool = False
     section: int | None = None
-    num_host_slots: int = 0
     num_adapter_slots: int = 0
     speculative_tokens: int = 0
     speculative_max_requests: int = 8
@@ -148,7 +144,6 @@ class Scheduler:
             has_states=config.has_states,
             released_rows=list(range(config.max_running_requests)) if counters is not None else [],
             recent=recent,
-            host=self._make_host(),
         )
         self._rows = self._life.rows
         self._queue = self._life.queue
@@ -206,9 +201,9 @@ class Scheduler:
             broken_pages=self._cache.take_broken(),
             masked=self._rows.masked,
             windows=self._cache.windows,
-            host=self._life.host,
+            host=self._cache.host,
         )
-        if self._life.host is not None:
+        if self._cache.host is not None:
             self._count_host_copies(plan)
         self._life.released_rows.clear()
         self._next_step += 1
@@ -227,7 +222,7 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         """Counts, in constant time."""
-        host = self._life.host
+        host = self._cache.host
         return SchedulerStats(
             num_waiting=self._life.num_waiting,
             num_running=self._rows.num_used,
@@ -258,15 +253,6 @@ class Scheduler:
     def check(self) -> None:
         """Raise ``InvariantError`` if any part of the bookkeeping contradicts another. Slow."""
         self._life.check()
-
-    def _make_host(self) -> HostCache | None:
-        """The prefixes in main memory: none yet."""
-        config, windows = self._config, self._cache.windows
-        if not config.num_host_slots:
-            return None
-        if config.has_states or windows is not None:
-            raise InvariantError("states and window pages are not kept in main memory")
-        return HostCache(config.num_host_slots, self._cache.page_size)
 
     def _count_host_copies(self, plan: StepPlan) -> None:
         """Count the tokens that a plan saves to and loads from main memory."""

@@ -13,6 +13,7 @@ import torch
 
 from minisgl_backend.attention.base import AttentionSetting
 from minisgl_backend.attention.choose import choose_attention
+from minisgl_backend.cache.host import HostCache
 from minisgl_backend.cache.kv import KVCache
 from minisgl_backend.cache.naive_cache import NaiveCache
 from minisgl_backend.cache.radix_cache import RadixCache
@@ -219,7 +220,6 @@ class TinyEngine(AbstractContextManager["TinyEngine"]):
             reserve_tokens=reserve_tokens,
             num_adapter_slots=0 if adapter_slots is None else adapter_slots.num_slots,
             has_states=states is not None,
-            num_host_slots=num_host_slots,
             section=shape.section,
             speculative_tokens=speculative_tokens,
             mtp_tokens=mtp_tokens,
@@ -229,7 +229,8 @@ class TinyEngine(AbstractContextManager["TinyEngine"]):
         if radix and states is not None:
             cache = SnapshotCache(num_pages, page_size, num_snapshots)
         elif radix:
-            cache = RadixCache(num_pages, page_size, windows=windows)
+            host = HostCache(num_host_slots, page_size) if num_host_slots else None
+            cache = RadixCache(num_pages, page_size, windows=windows, host=host)
         scheduler = Scheduler(cache, config)
         self._check = scheduler.check
         self._scheduler = wrap(scheduler)

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from minisgl_backend.cache.host import HostCache
 from minisgl_backend.cache.kv import KVCache
 from minisgl_backend.cache.naive_cache import NaiveCache
 from minisgl_backend.cache.radix_cache import RadixCache
@@ -85,7 +86,10 @@ class Setup:
         if self.cache == "naive":
             return NaiveCache(self.num_pages, self.page_size, windows=windows)
         if self.num_snapshots is None:
-            return RadixCache(self.num_pages, self.page_size, windows=windows)
+            host = None
+            if self.num_host_slots:
+                host = HostCache(self.num_host_slots, self.page_size)
+            return RadixCache(self.num_pages, self.page_size, windows=windows, host=host)
         return SnapshotCache(self.num_pages, self.page_size, self.num_snapshots)
 
 
@@ -118,7 +122,6 @@ class Harness:
                 group_cost_tokens=setup.group_cost_tokens,
                 reserve_tokens=setup.reserve_tokens,
                 has_states=setup.num_snapshots is not None,
-                num_host_slots=setup.num_host_slots,
                 section=setup.section,
                 speculative_tokens=setup.speculative_tokens,
                 speculative_max_requests=setup.speculative_max_requests,

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from minisgl_backend.cache.host import HostCache
 from minisgl_backend.cache.kv import KVCache, Lease, Verified
 from minisgl_backend.cache.windows import WindowPages
 from minisgl_backend.plan import Groups, Pending, SampledTokens, StepPlan
@@ -103,6 +104,10 @@ class CacheWrapper:
     @property
     def windows(self) -> WindowPages | None:
         return self.wrapped.windows
+
+    @property
+    def host(self) -> HostCache | None:
+        return self.wrapped.host
 
     @property
     def num_taken_snapshots(self) -> int:

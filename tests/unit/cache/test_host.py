@@ -152,6 +152,45 @@ def test_it_is_like_a_list_of_prefixes(data: st.DataObject, num_slots: int) -> N
         host.check()
 
 
+class Watched:
+    """What a watch was told."""
+
+    def __init__(self) -> None:
+        self.known: dict[int, tuple[str, bytes]] = {}
+        self.num_emptied = 0
+
+    def published(self, tokens: IntArray, salt: str, pages: IntArray) -> None:
+        ends = range(len(tokens) - SIZE * (len(pages) - 1), len(tokens) + 1, SIZE)
+        for page, end in zip(pages.tolist(), ends, strict=True):
+            assert page not in self.known
+            self.known[page] = (salt, tokens[:end].tobytes())
+
+    def left(self, pages: IntArray) -> None:
+        for page in pages.tolist():
+            del self.known[page]
+
+    def emptied(self) -> None:
+        self.known.clear()
+        self.num_emptied += 1
+
+
+def test_a_watch_knows_what_is_kept() -> None:
+    watch = Watched()
+    host = HostCache(4, SIZE, watch=watch)
+    for number, (pattern, salt) in enumerate([("ab", ""), ("abcd", ""), ("x", "s"), ("abc", "s")]):
+        host.save(tokens(pattern), salt, pages(*range(10 * number, 10 * number + len(pattern))))
+        saves(host)
+        slots = found(host, pattern, salt)
+        assert [watch.known[slot] for slot in slots] == [
+            (salt, tokens(pattern)[: SIZE * end].tobytes()) for end in range(1, len(slots) + 1)
+        ]
+        assert len(watch.known) == host.num_used
+    fresh = host.emptied()
+    assert (fresh.num_used, watch.known, watch.num_emptied) == (0, {}, 1)
+    fresh.save(tokens("q"), "", pages(1))
+    assert len(watch.known) == 1
+
+
 @pytest.mark.parametrize("num_slots", [1, 5])
 def test_nothing_is_kept_at_first(num_slots: int) -> None:
     host = HostCache(num_slots, SIZE)

@@ -57,9 +57,14 @@ def build_engine(options: EngineOptions, parts: Parts = STANDARD) -> EngineBase:
 
 
 def build_engine_alone(
-    options: EngineOptions, parts: Parts, *, watch: TreeWatch | None = None
+    options: EngineOptions,
+    parts: Parts,
+    *,
+    watch: TreeWatch | None = None,
+    host_watch: TreeWatch | None = None,
 ) -> Engine:
-    """One engine, whatever ``options`` say about replicas; ``watch`` follows its prefix cache."""
+    """One engine, whatever ``options`` say about replicas; ``watch`` follows its prefix cache, and
+    ``host_watch`` the prefixes in main memory."""
     facts = _resolved(options)
     spec, folder = facts.spec, facts.folder
     if recommended := recommended_sampling(folder):
@@ -75,7 +80,7 @@ def build_engine_alone(
         folder = resolve_tokenizer(options.tokenizer, options.model_source)
     grammars = build_grammars(options, folder, spec.vocab_size, sorted(spec.eos_token_ids))
     try:
-        return _engine_of(facts, parts, grammars, watch)
+        return _engine_of(facts, parts, grammars, watch, host_watch)
     except BaseException:
         if grammars is not None:
             grammars.close()
@@ -83,7 +88,11 @@ def build_engine_alone(
 
 
 def _engine_of(
-    facts: Resolved, parts: Parts, grammars: Grammars | None, watch: TreeWatch | None
+    facts: Resolved,
+    parts: Parts,
+    grammars: Grammars | None,
+    watch: TreeWatch | None,
+    host_watch: TreeWatch | None,
 ) -> Engine:
     options = facts.options
     info, executor, store = _build_executor(facts, parts)
@@ -97,7 +106,7 @@ def _engine_of(
         )
     with ExitStack() as unless_built:
         unless_built.callback(executor.close)
-        scheduler = build_scheduler(options, info, parts, watch=watch)
+        scheduler = build_scheduler(options, info, parts, watch=watch, host_watch=host_watch)
         adapters = build_adapters(options, store)
         if adapters is not None:
             unless_built.callback(adapters.close)

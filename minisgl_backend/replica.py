@@ -55,11 +55,13 @@ from minisgl_backend.request import (
     Failed,
     Finished,
     FinishReason,
+    IntArray,
     RequestId,
     TerminalEvent,
     samples_of,
 )
 from minisgl_backend.routing.cache_index import TreeReports
+from minisgl_backend.routing.keys import Keys
 from minisgl_backend.runtime.engine import Engine
 from minisgl_backend.runtime_files import State
 
@@ -79,13 +81,16 @@ def serve(connection: socket.socket, parts: Parts = STANDARD) -> int:
     happened: queue.SimpleQueue[Happened] = queue.SimpleQueue()
     try:
         options = EngineOptions.from_mapping(first["options"])
-        watch = TreeReports(
-            options.page_size,
-            publish=lambda keys, pages: happened.put(["+", keys.tolist(), pages.tolist()]),
-            evict=lambda pages: happened.put(["-", pages.tolist()]),
-            forget=lambda: happened.put(["0"]),
+        watch, host_watch = (
+            TreeReports(
+                options.page_size,
+                publish=partial(_put_published, happened, plus),
+                evict=partial(_put_left, happened, minus),
+                forget=lambda: happened.put(["0"]),
+            )
+            for plus, minus in (("+", "-"), ("h+", "h-"))
         )
-        engine = build_engine_alone(options, parts, watch=watch)
+        engine = build_engine_alone(options, parts, watch=watch, host_watch=host_watch)
     except Exception as error:
         if not isinstance(error, MiniSGLError):
             logger.exception("this replica cannot start")
@@ -106,6 +111,16 @@ def serve(connection: socket.socket, parts: Parts = STANDARD) -> int:
         orders.shutdown(cancel_futures=True)
     engine.close(drain_s=0)
     return 0
+
+
+def _put_published(
+    happened: queue.SimpleQueue[Happened], word: str, keys: Keys, pages: IntArray
+) -> None:
+    happened.put([word, keys.tolist(), pages.tolist()])
+
+
+def _put_left(happened: queue.SimpleQueue[Happened], word: str, pages: IntArray) -> None:
+    happened.put([word, pages.tolist()])
 
 
 def _take(

@@ -26,10 +26,11 @@ are one update.
                                            the other events: ``Admitted``, ``PromptLogprobs``,
                                            ``Embedded``, ``Finished``, ``Failed``
     ["+", keys, pages]  ["-", pages]  ["0"]   the replica's cache: ``TreeReports``
+    ["h+", keys, slots]  ["h-", slots]     ... and main memory
     ["l", id, facts]  ["l", id, error]     an adapter is loaded, or cannot be
 
-Arrays are base64 of their bytes, except keys and pages. Both sides are of the same release, run on
-the same machine and trust each other: decoding checks nothing. Of sockets it knows only how
+Arrays are base64 of their bytes, except keys, pages and slots. Both sides are of the same release,
+run on the same machine and trust each other: decoding checks nothing. Of sockets it knows only how
 messages are framed; must not know who sends what, or when.
 """
 

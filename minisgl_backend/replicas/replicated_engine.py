@@ -136,7 +136,9 @@ class ReplicatedEngine(EngineBase):
             ),
             self._loaded,
         )
-        self._cache_index = CacheIndex(len(infos), max(num_pages))
+        self._cache_index = CacheIndex(
+            len(infos), max(num_pages), max(info.num_host_slots for info in infos)
+        )
         self._router = Router(
             self._cache_index,
             page_size=first.page_size,
@@ -270,12 +272,15 @@ class ReplicatedEngine(EngineBase):
         match update:
             case ["t", ids, token_ids]:
                 events.append(self._take_tokens(ids, token_ids))
-            case ["+", keys, pages]:
+            case ["+" | "h+" as word, keys, pages]:
                 self._cache_index.publish(
-                    replica, np.array(keys, np.uint64), np.array(pages, np.int32)
+                    replica,
+                    np.array(keys, np.uint64),
+                    np.array(pages, np.int32),
+                    in_host=word == "h+",
                 )
-            case ["-", pages]:
-                self._cache_index.evict(replica, np.array(pages, np.int32))
+            case ["-" | "h-" as word, pages]:
+                self._cache_index.evict(replica, np.array(pages, np.int32), in_host=word == "h-")
             case ["0"]:
                 self._cache_index.forget(replica)
             case ["l", adapter_id, answer]:

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle as Held
 from hypothesis.stateful import RuleBasedStateMachine, consumes, invariant, rule
 
+from minisgl_backend.cache.host import HostCache
 from minisgl_backend.cache.kv import Lease, Verified
 from minisgl_backend.cache.radix_cache import RadixCache
 from minisgl_backend.errors import InvariantError
 from minisgl_backend.request import IntArray
-from minisgl_backend.routing.cache_index import CacheIndex
+from minisgl_backend.routing.cache_index import CacheIndex, TreeReports
 from minisgl_backend.routing.expected import ExpectedNode, ExpectedPrefixes
 from minisgl_backend.routing.keys import Keys, PrefixKeys
 from minisgl_backend.routing.router import Balance, Placement, ReplicaCapacity, Router
@@ -88,6 +89,36 @@ class ReportedCaches(RuleBasedStateMachine):
 
 
 TestReportedCaches = ReportedCaches.TestCase
+
+
+def test_a_prefix_in_main_memory_is_as_good_as_cached() -> None:
+    index = CacheIndex(2, NUM_PAGES, num_host_slots=2)
+    host = HostCache(
+        2,
+        PAGE_SIZE,
+        watch=TreeReports(
+            PAGE_SIZE,
+            publish=lambda keys, slots: index.publish(1, keys, slots, in_host=True),
+            evict=lambda slots: index.evict(1, slots, in_host=True),
+            forget=lambda: index.forget(1),
+        ),
+    )
+    long, other = (np.full(3 * PAGE_SIZE, token, np.int32) for token in (1, 2))
+    keys = KEYS.of(long, "")
+    index.publish(0, keys[:1], ints(0))
+    host.save(long, "", ints(7, 8))
+    assert index.longest(keys, 0b11) == (2, 0b10)
+    assert index.longest(keys[:1], 0b11) == (1, 0b11)
+    index.publish(1, keys, ints(0, 1, 2))
+    assert index.longest(keys, 0b11) == (3, 0b10)
+    index.evict(1, ints(2, 1, 0))  # as if the device had lost them
+    assert index.longest(keys, 0b11) == (2, 0b10)
+    host.take_saves()
+    host.save(other, "", ints(9, 10))
+    assert index.longest(keys, 0b11) == (1, 0b01)
+    assert index.longest(KEYS.of(other, ""), 0b11) == (2, 0b10)
+    host.emptied()
+    assert index.longest(KEYS.of(other, ""), 0b11) == (0, 0b11)
 
 
 class Expectations(RuleBasedStateMachine):
@@ -177,7 +208,7 @@ def test_a_prefix_that_was_detached_and_published_again_is_still_held() -> None:
     assert num_cached(index, 0, tokens) == 2
     cache.release(third)
     index.forget(0)
-    assert not index._cached
+    assert not index._cached.holders
 
 
 def test_a_page_is_not_published_twice() -> None:

@@ -49,7 +49,7 @@ class HostCache:
         return self._tree.num_pages
 
     def save(self, tokens: IntArray, salt: str, pages: IntArray) -> None:
-        """Keep ``pages``, which hold the first ``tokens`` of a sequence, unless they are kept.
+        """Keep ``pages``, which hold the first of ``tokens``, unless they are kept already.
 
         The least recently used slots make room. The end of a prefix that does not fit is left out.
         """

@@ -104,9 +104,8 @@ class CudaDevice:
         # PyTorch's allocator of pinned memory would round the size up to a power of two
         memory = np.empty(num_bytes, np.uint8)
         address, runtime = memory.ctypes.data, torch.cuda.cudart()
-        error = runtime.cudaHostRegister(address, num_bytes, 0)
-        if error != runtime.cudaError.success:
-            raise MemoryError(f"{num_bytes:,} bytes of main memory cannot be pinned: {error}")
+        if error := int(runtime.cudaHostRegister(address, num_bytes, 0)):
+            raise MemoryError(f"CUDA cannot pin {num_bytes:,} bytes of main memory: error {error}")
         # before the memory is freed; at exit nothing needs to be done
         weakref.finalize(memory, runtime.cudaHostUnregister, address).atexit = False
         return torch.from_numpy(memory)

@@ -1,0 +1,148 @@
+"""Prefixes in main memory, plan by plan: when they are saved, when they are loaded, and what counts
+as cached."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from minisgl_backend.cache.host import HostCache
+from minisgl_backend.cache.naive_cache import NaiveCache
+from minisgl_backend.cache.radix_cache import RadixCache
+from minisgl_backend.cache.windows import WindowPages
+from minisgl_backend.errors import InvariantError
+from minisgl_backend.plan import NO_TOKEN, StepPlan
+from minisgl_backend.request import SamplingParams
+from minisgl_backend.scheduling.scheduler import Scheduler
+from tests.unit.scheduling.planner import CONFIG, PAGE_SIZE, commit, planned, request
+
+
+def make(num_pages: int = 5, num_slots: int = 20, max_prefill_tokens: int = 100) -> Scheduler:
+    cache = RadixCache(num_pages, PAGE_SIZE, host=HostCache(num_slots, PAGE_SIZE))
+    return Scheduler(cache, replace(CONFIG, max_prefill_tokens=max_prefill_tokens))
+
+
+def drained(scheduler: Scheduler) -> list[StepPlan]:
+    """The plans until nothing is left to do."""
+    plans = []
+    while scheduler.has_work():
+        plans.append(planned(scheduler))
+        commit(scheduler, plans[-1])
+        scheduler.check()
+    return plans
+
+
+def test_what_the_device_has_evicted_is_loaded() -> None:
+    scheduler = make()
+    scheduler.add(request(0, 17, max_tokens=1))
+    (first,) = drained(scheduler)
+    pages = first.grants.pages[:4].tolist()
+    scheduler.add(request(1, 17, max_tokens=1))  # takes all pages of the first
+    (second,) = drained(scheduler)
+    assert second.host_saves.pages.tolist() == pages
+    assert set(second.grants.pages.tolist()) >= set(pages)
+    slots = second.host_saves.slots.tolist()
+    scheduler.add(request(0, 17, max_tokens=1))
+    (third,) = drained(scheduler)
+    assert third.host_loads.slots.tolist() == slots
+    assert third.host_loads.pages.tolist() == third.grants.pages[:4].tolist()
+    assert third.admissions[0].num_cached_tokens == 16
+    assert third.chunks.tokens.tolist() == [16]
+    stats = scheduler.stats()
+    assert (stats.prefix_queries, stats.prefix_hits) == (51, 16)
+    assert (stats.host_saved_tokens, stats.host_loaded_tokens) == (32, 16)
+    assert (stats.host_slots, stats.used_host_slots) == (20, 8)
+
+
+def test_what_the_device_still_has_is_not_loaded() -> None:
+    scheduler = make(num_pages=20)
+    for number in (0, 1, 0):
+        scheduler.add(request(number, 17, max_tokens=1))
+        plans = drained(scheduler)
+    assert plans[0].admissions[0].num_cached_tokens == 16
+    assert not len(plans[0].host_loads.pages)
+    stats = scheduler.stats()
+    assert (stats.host_saved_tokens, stats.host_loaded_tokens) == (32, 0)
+
+
+def test_saves_wait_for_a_plan() -> None:
+    scheduler = make()
+    scheduler.add(request(0, 17, max_tokens=1))
+    drained(scheduler)
+    assert scheduler.plan() is None
+    assert scheduler.stats().host_saved_tokens == 0
+    scheduler.add(request(1, 5, max_tokens=1))
+    (plan,) = drained(scheduler)
+    assert len(plan.host_saves.pages) == 4
+
+
+def test_pages_of_a_request_that_fails_are_not_saved() -> None:
+    scheduler = make()
+    scheduler.add(request(0, 17, max_tokens=3))
+    plan = planned(scheduler)
+    commit(scheduler, plan, token=NO_TOKEN)
+    assert not scheduler.has_work()
+    scheduler.add(request(1, 5, max_tokens=1))
+    (plan,) = drained(scheduler)
+    assert not len(plan.host_saves.pages)
+
+
+def test_pages_that_no_token_has_verified_are_not_saved() -> None:
+    scheduler = make(max_prefill_tokens=8)
+    scheduler.add(request(0, 17, max_tokens=3))
+    commit(scheduler, planned(scheduler))
+    scheduler.abort(request(0, 17).id)
+    scheduler.add(request(1, 5, max_tokens=1))
+    (plan,) = drained(scheduler)
+    assert not len(plan.host_saves.pages)
+
+
+def test_a_prompt_that_is_scored_is_computed() -> None:
+    scheduler = make()
+    for number in (0, 1):
+        scheduler.add(request(number, 17, max_tokens=1))
+        drained(scheduler)
+    score = SamplingParams(max_tokens=1, num_prompt_logprobs=0)
+    scheduler.add(request(0, 17, sampling=score))
+    assert planned(scheduler).admissions[0].num_cached_tokens == 0
+
+
+def test_loading_uses_up_the_budget_of_a_step() -> None:
+    """64 loaded tokens are as many as 4 computed ones."""
+    scheduler = make(num_pages=30, num_slots=60, max_prefill_tokens=10)
+    for number in (0, 1):
+        scheduler.add(request(number, 66, max_tokens=1))
+        drained(scheduler)
+    scheduler.add(request(0, 90, max_tokens=1))
+    plan = planned(scheduler)
+    num_loaded = len(plan.host_loads.pages) * PAGE_SIZE
+    assert 0 < num_loaded <= 64
+    assert plan.num_tokens == 10 - num_loaded // 16
+
+
+def test_a_planner_in_place_of_another_finds_nothing_in_main_memory() -> None:
+    scheduler = make()
+    for number in (0, 1):
+        scheduler.add(request(number, 17, max_tokens=1))
+        drained(scheduler)
+    fresh = scheduler.renewed()
+    assert fresh.stats().used_host_slots == 0
+    assert fresh.stats().host_saved_tokens == scheduler.stats().host_saved_tokens > 0
+    fresh.add(request(0, 17, max_tokens=1))
+    (plan,) = drained(fresh)
+    assert plan.admissions[0].num_cached_tokens == 0
+    assert not len(plan.host_saves.pages)
+
+
+def test_only_a_cache_whose_pages_are_all_of_a_prefix_has_a_second_level() -> None:
+    host = HostCache(4, PAGE_SIZE)
+    windows = WindowPages(4, num_pages=8, page_size=PAGE_SIZE, window=5)
+    with pytest.raises(InvariantError, match="main memory keeps neither"):
+        RadixCache(8, PAGE_SIZE, windows=windows, host=host)
+    with pytest.raises(InvariantError, match="main memory keeps neither"):
+        RadixCache(8, PAGE_SIZE, needs_snapshots=True, host=host)
+    cache = NaiveCache(8, PAGE_SIZE)
+    lease = cache.acquire(np.arange(9, dtype=np.int32), "")
+    assert cache.host is None and not len(cache.finite_pages(lease))

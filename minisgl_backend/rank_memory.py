@@ -182,7 +182,7 @@ def make_host_pages(facts: Resolved, sizes: CacheSizes, storage: KVStorage) -> H
         return None
     try:
         return HostPages(storage, facts.device, sizes.num_host_slots)
-    except MemoryError as error:
+    except (MemoryError, torch.OutOfMemoryError) as error:
         raise ConfigError(
             f"option host_cache_gib={facts.options.host_cache_gib:g}: {sizes.num_host_slots} pages "
             f"of {storage.page_bytes:,} bytes on this rank: {error}"

@@ -27,6 +27,7 @@ from tests.server.client import (
     text_of,
     wait_for,
 )
+from tests.server.conftest import running
 
 QUESTION = chat("What is the capital of France?")
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 40}
@@ -239,6 +240,24 @@ def test_cached_tokens(server: TritonServer) -> None:
     assert num_cached(cache_salt="a") == 0
     assert num_cached(cache_salt="a") > 50
     assert num_cached(cache_salt="b") == 0
+
+
+def test_cached_tokens_of_main_memory() -> None:
+    """The pages hold three of the six prompts."""
+    prompts = [f"{number} " + "word " * 200 for number in range(6)]
+    options = {"num_pages": "40", "max_sequence_length": "600", "host_cache_gib": "0.1"}
+    with running(options=options) as server:
+        first, second = (
+            [
+                generate(server, text_input=prompt, return_num_cached_tokens=True, **GREEDY)
+                for prompt in prompts
+            ]
+            for _ in range(2)
+        )
+        loaded = "minisgl:host_cache_loaded_tokens_total"
+        wait_for(lambda: Metrics(server)[loaded] > 500, "tokens that are loaded")
+    assert [one["text_output"] for one in second] == [one["text_output"] for one in first]
+    assert all(one["num_cached_tokens"] > 100 for one in second)
 
 
 def test_stop_strings_across_tokens(server: TritonServer, encoder: PromptEncoder) -> None:

@@ -66,7 +66,8 @@ def make_directory(shared_memory_prefix: str) -> tuple[Path, tuple[int, int]]:
 
 
 def is_for_want_of_room(error: OSError) -> bool:
-    """Whether a disk is full. The errors of ``shutil`` are texts of others."""
+    """Whether a disk is full, or a quota used up. ``shutil.Error`` has no errno, only the messages
+    of the errors that it collected, so the message is searched."""
     return any(os.strerror(code) in str(error) for code in (errno.ENOSPC, errno.EDQUOT))
 
 

@@ -315,7 +315,8 @@ class Supervisor:
             except NotNow as error:
                 reason = f"the recovery waits: {error}"
             else:
-                self._reasons = self._reasons if reason is None else _LOADING
+                if reason is not None:
+                    self._reasons = _LOADING
                 return server
             logger.error("%s", reason)
             self._reasons = (reason,)

@@ -153,8 +153,11 @@ def _add_to_answer(messages: list[dict[str, Any]], item: OutputItem) -> None:
 
 
 def _end_answer(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """The last message. If it is of an assistant and has at most thoughts, as calls follow these or
-    they were cut off, they become those of a text that comes before."""
+    """Close the last answer, and return the last message.
+
+    An assistant's message with nothing but thoughts, right behind another of the assistant, is
+    removed, and its thoughts move to that one: calls followed them, or they were cut off.
+    """
     last = messages[-1] if messages else {}
     before = messages[-2] if len(messages) > 1 else {}
     answers = before.get("role") == last.get("role") == "assistant"

@@ -72,6 +72,8 @@ class PositionChoice:
     ) -> None:
         """See ``kernels.indexer.choose_slots``."""
         num_tokens, width = scores.shape
+        if num_tokens == 0:
+            return
         assert out.is_contiguous() and scores.stride(1) == 1 and page_table.stride(1) == 1
         assert scores.dtype == torch.float32 and out.shape[1] <= MOST_CHOSEN
         blocks = blocks_of(num_tokens, width, self._processors, self._kernels[1][1])
@@ -99,7 +101,7 @@ def blocks_of(num_tokens: int, width: int, processors: int, held: int) -> int:
     """How many thread blocks take a token: as many as its keys need if each holds up to ``held`` of
     them, and more if multiprocessors would have none; a power of two."""
     blocks = 1
-    while blocks < _BLOCKS and 2 * blocks * max(num_tokens, 1) <= processors:
+    while blocks < _BLOCKS and 2 * blocks * num_tokens <= processors:
         if 2 * blocks * _LEAST_SHARE > width:
             break
         blocks *= 2

@@ -247,12 +247,12 @@ def has_fused_layers(spec: ModelSpec) -> bool:
 
     The kernels do not know norms of the outputs of a layer's parts, LayerNorms, layers of a single
     part, of parts side by side or of two mixers, latent attention, blocks without gates, experts
-    with a latent or a norm of their output, or routers that compute in float32 or that
-    ``expert_cut`` does not know.
+    with a latent, a norm of their output or limits of gates in some layers, or routers that compute
+    in float32 or that ``expert_cut`` does not know.
     """
     if spec.moe is not None:
         rule, latent_size = spec.moe.experts.routing, spec.moe.experts.latent_size
-        if spec.moe.normed or latent_size is not None:
+        if spec.moe.normed or spec.moe.limits or latent_size is not None:
             return False
         if rule.wide or not expert_cut.knows(rule):
             return False

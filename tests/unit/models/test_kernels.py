@@ -954,6 +954,14 @@ def test_a_shared_expert_is_one_more_choice_of_few_tokens(
     on_ranks(size, check)
 
 
+def test_layers_whose_gates_have_limits_are_not_fused(tmp_path: Path) -> None:
+    write_checkpoint("qwen3-moe", tmp_path)
+    spec = load_spec(tmp_path)
+    assert spec.moe is not None and has_fused_layers(spec)
+    limited = replace(spec.moe, limits={1: (None, 7.0)})
+    assert not has_fused_layers(replace(spec, moe=limited))
+
+
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("length", [5, 40])
 def test_layers_with_biases_on_tensor_cores(length: int, size: int, tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ class Gemma4Layer(nn.Module):
         self.experts: ExpertsBeside | None = None
         if spec.moe is not None and layer in spec.moe.layers:
             self.experts = ExpertsBeside(
-                spec, recipe.experts(recipe.name, spec.hidden_size, spec.moe.experts)
+                spec, recipe.experts(recipe.name, spec.hidden_size, spec.moe.of_layer(layer))
             )
         self.has_inputs = spec.layer_inputs is not None
         if spec.layer_inputs is not None:

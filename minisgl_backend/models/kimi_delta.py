@@ -78,7 +78,7 @@ class KimiDeltaAttention(DeltaMixer):
         self.log_decay = empty_parameter(heads.size)
         self.decay_bias = empty_parameter(heads.size, dim)
         self.norm_weight = empty_parameter(dim)
-        self.eps = spec.norms.eps
+        self.eps = spec.norms.eps if shape.norm_eps is None else shape.norm_eps
 
     def _inputs(self, x: Normed, pdl: bool) -> DeltaInputs:
         heads, dim, channels = self.local.num_heads, self.local.key_dim, self.local.num_channels
@@ -104,6 +104,7 @@ class KimiDeltaAttention(DeltaMixer):
             self.decay_bias,
             self.norm_weight,
             self.eps,
+            self.local.rate_scale,
             sigmoid_gates=True,
             least_decay=self._shape.least_decay,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,14 +12,17 @@ from torch import Tensor
 
 from minisgl_backend.execution.states import StateStorage
 from minisgl_backend.kernels.chunk_runs import Run, Runs
+from minisgl_backend.kernels.gated_delta import DeltaInputs, DeltaWeights, delta_runs
 from minisgl_backend.kernels.layer_states import LayerStates
 from minisgl_backend.kernels.paged_kv import PagedKV
 from minisgl_backend.kernels.rope_store import TokenPlaces
 from minisgl_backend.layers.norm import Normed, RMSNorm
+from minisgl_backend.models import gated_delta_net
 from minisgl_backend.models.build import KernelChoices, build_model
 from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.models.recurrent_mixer import RecurrentMixer
-from minisgl_backend.models.recurrent_spec import DeltaSpec
+from minisgl_backend.models.recurrent_spec import DeltaSpec, KimiDeltaSpec
+from minisgl_backend.models.spec import ModelSpec
 from minisgl_backend.models.token_mixing import RecurrentRows, StepContext
 from minisgl_backend.parallel.group import Group
 from tests.checks import CHECKS, arranged, nothing_kept
@@ -49,11 +53,31 @@ def no_attention(q: Tensor, kv: PagedKV, layer: int) -> Tensor:
 def test_a_step_may_have_checks_beside_a_prompt(case: str, size: int, tmp_path: Path) -> None:
     """Tokens of checks get what they get in steps of their own, and states stay as they are."""
     write_checkpoint(case, tmp_path)
-    on_ranks(size, lambda group: check_first_layer(tmp_path, group))
+    spec = load_spec(tmp_path)
+    on_ranks(size, lambda group: check_first_layer(spec, tmp_path, group))
 
 
-def check_first_layer(folder: Path, group: Group) -> None:
-    spec = load_spec(folder)
+def test_kimi_delta_attention_has_what_its_spec_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The eps of the output's norm and the scale of rates, as in Gated DeltaNet."""
+    found: set[tuple[float, float]] = set()
+
+    def run(out: Tensor, inputs: DeltaInputs, weights: DeltaWeights, *others: Any) -> None:
+        found.add((weights.eps, weights.rate_scale))
+        delta_runs(out, inputs, weights, *others)
+
+    monkeypatch.setattr(gated_delta_net, "delta_runs", run)
+    write_checkpoint("kimi-linear", tmp_path)
+    spec = load_spec(tmp_path)
+    assert isinstance(spec.recurrent, KimiDeltaSpec)
+    changed = replace(spec.recurrent, norm_eps=0.25, rate_scale=2.0)
+    spec = replace(spec, recurrent=changed)
+    on_ranks(1, lambda group: check_first_layer(spec, tmp_path, group))
+    assert found == {(0.25, 2.0)}
+
+
+def check_first_layer(spec: ModelSpec, folder: Path, group: Group) -> None:
     assert spec.recurrent is not None
     of_rank = spec.recurrent.of_rank(group.size)
     model = build_model(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar, Generic, Protocol, TypeVar, cast
 
 from torch import Tensor, nn
 
@@ -22,6 +22,8 @@ from minisgl_backend.parallel.group import Group
 
 if TYPE_CHECKING:
     from minisgl_backend.kernels.cuda.linear import TensorCores
+
+_GateT = TypeVar("_GateT", bound=Gate | LimitedGate)
 
 
 class FeedForward(Protocol):
@@ -46,9 +48,42 @@ class FeedForward(Protocol):
 
 
 class _MLP(nn.Module, ABC):
-    """A block with a projection to an inner width and one back (``FeedForward``)."""
+    """A block with a projection to an inner width, of gates if it has them and of ups, and one back
+    (``FeedForward``). The module of the first is named ``_INTO``."""
 
-    down_proj: RowLinear
+    _INTO: ClassVar[str]
+    _PARTS: ClassVar[tuple[str, ...]]
+
+    def __init__(
+        self,
+        name: str,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        bias: bool,
+        group: Group,
+        matrices: Matrices,
+        gate: Gate | None = None,
+    ):
+        """``name`` is the module's in the checkpoint, and ``gate`` is one that the first projection
+        opens itself."""
+        super().__init__()
+        share = even_share(intermediate_size, group, "intermediate_size")
+        parts = dict.fromkeys(self._PARTS, share)
+        into = MergedColumnLinear(name, hidden_size, parts, bias=bias, matrices=matrices, gate=gate)
+        self.add_module(self._INTO, into)
+        self.down_proj = RowLinear(
+            f"{name}.down_proj",
+            intermediate_size,
+            hidden_size,
+            bias=bias,
+            group=group,
+            matrices=matrices,
+        )
+
+    def rounding(self, num_tokens: int) -> int | None:
+        into = cast(MergedColumnLinear, getattr(self, self._INTO))
+        return into.matrix.rounding(num_tokens)
 
     @abstractmethod
     def _inner(self, x: Normed, *, pdl: bool, adapted: AdaptedTokens | None) -> Normed:
@@ -78,9 +113,11 @@ class _MLP(nn.Module, ABC):
         return self.down_proj.part(inner, pdl=pdl, adapted=adapted)
 
 
-class GatedMLP(_MLP):
-    """The block of Llama and its successors (``FeedForward``): down(silu(gate(x)) * up(x)), or with
-    another ``gate`` than silu."""
+class _MLPWithGates(_MLP, Generic[_GateT]):
+    """One with gates."""
+
+    _INTO, _PARTS = "gate_up_proj", ("gate_proj", "up_proj")
+    gate_up_proj: MergedColumnLinear
 
     def __init__(
         self,
@@ -91,23 +128,24 @@ class GatedMLP(_MLP):
         bias: bool,
         group: Group,
         matrices: Matrices,
-        gate: Gate,
+        gate: _GateT,
     ):
         """``name`` is the module's in the checkpoint."""
-        super().__init__()
-        share = even_share(intermediate_size, group, "intermediate_size")
-        parts = {"gate_proj": share, "up_proj": share}
-        self.gate_up_proj = MergedColumnLinear(
-            name, hidden_size, parts, bias=bias, matrices=matrices, gate=gate
-        )
-        self.down_proj = RowLinear(
-            f"{name}.down_proj",
-            intermediate_size,
+        super().__init__(
+            name,
             hidden_size,
+            intermediate_size,
             bias=bias,
             group=group,
             matrices=matrices,
+            gate=None if isinstance(gate, LimitedGate) else gate,
         )
+        self._gate = gate
+
+
+class GatedMLP(_MLPWithGates[Gate]):
+    """The block of Llama and its successors (``FeedForward``): down(silu(gate(x)) * up(x)), or with
+    another ``gate`` than silu."""
 
     def use_tensor_cores(self, kernels: TensorCores, *, adds: bool = True) -> None:
         """Compute steps that fit by ``kernels``, which the weights fit: ``forward`` or, unless it
@@ -115,49 +153,12 @@ class GatedMLP(_MLP):
         self.gate_up_proj.use_tensor_cores(kernels)
         self.down_proj.use_tensor_cores(kernels, adds=adds)
 
-    def rounding(self, num_tokens: int) -> int | None:
-        return self.gate_up_proj.matrix.rounding(num_tokens)
-
     def _inner(self, x: Normed, *, pdl: bool, adapted: AdaptedTokens | None) -> Normed:
         return self.gate_up_proj.for_next(x, pdl=pdl, adapted=adapted)
 
 
-class LimitedMLP(_MLP):
+class LimitedMLP(_MLPWithGates[LimitedGate]):
     """The same with a limit: a kernel of its own opens the gates (``FeedForward``)."""
-
-    def __init__(
-        self,
-        name: str,
-        hidden_size: int,
-        intermediate_size: int,
-        *,
-        bias: bool,
-        group: Group,
-        matrices: Matrices,
-        gate: LimitedGate,
-    ):
-        """``name`` is the module's in the checkpoint."""
-        super().__init__()
-        share = even_share(intermediate_size, group, "intermediate_size")
-        self._gate = gate
-        self.gate_up_proj = MergedColumnLinear(
-            name,
-            hidden_size,
-            {"gate_proj": share, "up_proj": share},
-            bias=bias,
-            matrices=matrices,
-        )
-        self.down_proj = RowLinear(
-            f"{name}.down_proj",
-            intermediate_size,
-            hidden_size,
-            bias=bias,
-            group=group,
-            matrices=matrices,
-        )
-
-    def rounding(self, num_tokens: int) -> int | None:
-        return self.gate_up_proj.matrix.rounding(num_tokens)
 
     def _inner(self, x: Normed, *, pdl: bool, adapted: AdaptedTokens | None) -> Normed:
         both = self.gate_up_proj(x, pdl=pdl, adapted=adapted)
@@ -167,6 +168,9 @@ class LimitedMLP(_MLP):
 class UngatedMLP(_MLP):
     """A block without gates (``FeedForward``): down(activation(up(x))), as Nemotron has it with the
     square of ReLU and StarCoder 2 with GELU."""
+
+    _INTO, _PARTS = "up_proj", ("up_proj",)
+    up_proj: MergedColumnLinear
 
     def __init__(
         self,
@@ -180,25 +184,17 @@ class UngatedMLP(_MLP):
         activation: Activation,
     ):
         """``name`` is the module's in the checkpoint."""
-        super().__init__()
-        share = even_share(intermediate_size, group, "intermediate_size")
-        self._activation = activation
-        if activation == "xielu":
-            self.act_fn = Xielu()
-        self.up_proj = MergedColumnLinear(
-            name, hidden_size, {"up_proj": share}, bias=bias, matrices=matrices
-        )
-        self.down_proj = RowLinear(
-            f"{name}.down_proj",
-            intermediate_size,
+        super().__init__(
+            name,
             hidden_size,
+            intermediate_size,
             bias=bias,
             group=group,
             matrices=matrices,
         )
-
-    def rounding(self, num_tokens: int) -> int | None:
-        return self.up_proj.matrix.rounding(num_tokens)
+        self._activation = activation
+        if activation == "xielu":
+            self.act_fn = Xielu()
 
     def _inner(self, x: Normed, *, pdl: bool, adapted: AdaptedTokens | None) -> Normed:
         ups = self.up_proj(x, pdl=pdl, adapted=adapted)

@@ -86,6 +86,15 @@ class SharedExpert:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GateLimits:
+    """The limits of gates in a layer, each that of a ``LimitedGate``: of its experts, and of the
+    shared one. None: no limit."""
+
+    of_experts: float | None = None
+    of_shared: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsSpec:
     """The experts of a layer, MLPs of ``intermediate_size``.
 
@@ -116,11 +125,11 @@ class ExpertsSpec:
                 "token each would read another input"
             )
 
-    def limited(self, of_experts: float | None, of_shared: float | None) -> ExpertsSpec:
-        """The same with limits of gates, which are by SiLU, of experts and of ``shared``."""
+    def limited(self, limits: GateLimits) -> ExpertsSpec:
+        """The same with limits of gates, which are by SiLU."""
         assert self.gate == "silu"
-        shared = None if self.shared is None else replace(self.shared, limit=of_shared)
-        gate = self.gate if of_experts is None else LimitedGate(of_experts)
+        shared = None if self.shared is None else replace(self.shared, limit=limits.of_shared)
+        gate = self.gate if limits.of_experts is None else LimitedGate(limits.of_experts)
         return replace(self, gate=gate, shared=shared)
 
     @property

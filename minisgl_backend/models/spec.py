@@ -14,7 +14,7 @@ from typing import Literal, TypeAlias
 
 from minisgl_backend.attention.base import AttentionShape, IndexShape, LayerHeads
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.experts_spec import ExpertsSpec
+from minisgl_backend.experts_spec import ExpertsSpec, GateLimits
 from minisgl_backend.gates import Activation, Gate
 from minisgl_backend.models.attention_spec import AttentionGates, KVSpec, QKNorm, ScoresSpec
 from minisgl_backend.models.bounds import MOST_POSITIONS
@@ -33,19 +33,19 @@ Part: TypeAlias = Literal["mixer", "feed-forward"]
 class MoeSpec:
     """Mixtures of experts; ``layers`` are those that have one instead of the plain MLP or, if
     ``beside``, next to it. If ``normed``, their outputs are normalized before they are added.
-    ``limits`` are those of gates in some layers: of experts, and of the one that all tokens take.
+    ``limits`` are those of gates in some layers.
     """
 
     experts: ExpertsSpec
     layers: frozenset[int]
     beside: bool = False
     normed: bool = False
-    limits: Mapping[int, tuple[float | None, float | None]] = field(default_factory=dict)
+    limits: Mapping[int, GateLimits] = field(default_factory=dict)
 
     def of_layer(self, layer: int) -> ExpertsSpec:
         """The experts of a layer."""
         limits = self.limits.get(layer)
-        return self.experts if limits is None else self.experts.limited(*limits)
+        return self.experts if limits is None else self.experts.limited(limits)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.experts_spec import RoutingRule, SharedExpert
+from minisgl_backend.experts_spec import GateLimits, RoutingRule, SharedExpert
 from minisgl_backend.models.bounds import MOST_EXPERTS
 from minisgl_backend.models.common_fields import common_fields, read_rope
 from minisgl_backend.models.config_json import ConfigReader
@@ -124,9 +124,9 @@ def layers_with_experts(config: ConfigReader, num_layers: int, *, dense: int) ->
 
 def read_gate_limits(
     config: ConfigReader, num_layers: int, of_experts: str, of_shared: str
-) -> dict[int, tuple[float | None, float | None]]:
-    """The limits of gates in each layer that has any: of experts, and of the shared one. Each key
-    lists those of all layers, and perhaps of more; 0 or null for none."""
+) -> dict[int, GateLimits]:
+    """The limits of gates in each layer that has any. Each key lists those of all layers, and
+    perhaps of more; 0 or null for none."""
     both = []
     for key in (of_experts, of_shared):
         listed = config.values.get(key)
@@ -137,7 +137,10 @@ def read_gate_limits(
             raise config.error(key, f"{num_layers} numbers or more", listed)
         both.append({layer: limit for layer, limit in enumerate(limits) if limit})
     experts, shared = both
-    return {layer: (experts.get(layer), shared.get(layer)) for layer in experts | shared}
+    return {
+        layer: GateLimits(of_experts=experts.get(layer), of_shared=shared.get(layer))
+        for layer in experts | shared
+    }
 
 
 def read_rotating(config: ConfigReader, num_layers: int) -> list[bool]:

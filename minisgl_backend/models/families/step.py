@@ -183,10 +183,10 @@ def _moe(config: ConfigReader, num_layers: int) -> MoeSpec | None:
     """The experts, if any layer has them; ``ConfigError`` if gates of other layers have limits."""
     layers = _layers_with_experts(config, num_layers)
     limits = read_gate_limits(config, num_layers, "swiglu_limits", "swiglu_limits_shared")
-    for layer, (_, of_shared) in limits.items():
-        if of_shared is not None and layer not in layers:
+    for layer, of_layer in limits.items():
+        if of_layer.of_shared is not None and layer not in layers:
             wanted = f"0 for layer {layer}, which has no experts"
-            raise config.error("swiglu_limits_shared", wanted, of_shared)
+            raise config.error("swiglu_limits_shared", wanted, of_layer.of_shared)
     rule = RoutingRule(
         num_experts=config.integer("n_routed_experts", 288, maximum=MOST_EXPERTS),
         top_k=config.integer("num_experts_per_tok", 8),

@@ -24,7 +24,7 @@ from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBl
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.experts_spec import ExpertsSpec, RoutingRule, SharedExpert
+from minisgl_backend.experts_spec import ExpertsSpec, GateLimits, RoutingRule, SharedExpert
 from minisgl_backend.gates import ClampedGate, Gate
 from minisgl_backend.kernels.routing import choose
 from minisgl_backend.layers.experts import ExpertsMLP
@@ -228,9 +228,17 @@ def test_biases_and_a_clamped_gate(x: Tensor) -> None:
     check(theirs, spec, 3 * x)
 
 
-@pytest.mark.parametrize("limits", [(0.5, 0.25), (0.5, None), (None, 0.25)])
+@pytest.mark.parametrize(
+    "limits",
+    [
+        GateLimits(of_experts=0.5, of_shared=0.25),
+        GateLimits(of_experts=0.5),
+        GateLimits(of_shared=0.25),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("fused", [True, False])
-def test_limits_of_gates(x: Tensor, limits: tuple[float | None, float | None], fused: bool) -> None:
+def test_limits_of_gates(x: Tensor, limits: GateLimits, fused: bool) -> None:
     """Of experts, of the one that all tokens take, or of both."""
     config = Dots1Config(
         hidden_size=HIDDEN_SIZE,
@@ -242,10 +250,10 @@ def test_limits_of_gates(x: Tensor, limits: tuple[float | None, float | None], f
         routed_scaling_factor=1.0,
     )
     theirs = drawn(Dots1MoE, config)
-    limit_gates(theirs, *limits)
+    limit_gates(theirs, limits.of_experts, limits.of_shared)
     shared = SharedExpert(name="shared_experts", intermediate_size=INNER_SIZE)
     spec = replace(spec_of(sigmoid=True, corrected=True), shared=shared)
-    check(theirs, spec.limited(*limits), 3 * x, fused=fused)
+    check(theirs, spec.limited(limits), 3 * x, fused=fused)
 
 
 @pytest.mark.parametrize("fused", [True, False])

@@ -23,7 +23,7 @@ from minisgl_backend.attention.latent_kernels import LatentDecode, LatentPrefill
 from minisgl_backend.attention.own_kernels import TritonDecode, TritonPrefill
 from minisgl_backend.execution.states import StateStorage
 from minisgl_backend.execution.storage import KVStorage
-from minisgl_backend.experts_spec import RoutingRule
+from minisgl_backend.experts_spec import GateLimits, RoutingRule
 from minisgl_backend.gates import ExpertsGate, Gate
 from minisgl_backend.kernels import float8_rows, linear_cut, small_batch, wide_linear
 from minisgl_backend.kernels.activation import open_gates_reference
@@ -958,7 +958,7 @@ def test_layers_whose_gates_have_limits_are_not_fused(tmp_path: Path) -> None:
     write_checkpoint("qwen3-moe", tmp_path)
     spec = load_spec(tmp_path)
     assert spec.moe is not None and has_fused_layers(spec)
-    limited = replace(spec.moe, limits={1: (None, 7.0)})
+    limited = replace(spec.moe, limits={1: GateLimits(of_shared=7.0)})
     assert not has_fused_layers(replace(spec, moe=limited))
 
 

@@ -81,8 +81,7 @@ def read_bailing_hybrid(config: ConfigReader) -> ModelSpec:
     # transformers does not read these; what the publisher gave to other engines does
     limits = "expert_swiglu_limit_list", "share_expert_swiglu_limit_list"
     moe = replace(
-        deepseek_experts(config, num_layers, first=2),
-        layers=with_experts,
+        deepseek_experts(config, with_experts),
         limits=read_gate_limits(config, num_layers, *limits),
     )
     inner = moe.experts.intermediate_size

@@ -62,7 +62,8 @@ def read_deepseek_v3(config: ConfigReader) -> ModelSpec:
     config = config.with_defaults(**_SIZES_OF_V3, max_position_embeddings=4096)
     fields = latent_fields(config)
     num_layers = fields["num_layers"]
-    moe = deepseek_experts(config, num_layers, first=3)
+    dense = config.integer("first_k_dense_replace", 3, minimum=0)
+    moe = deepseek_experts(config, range(dense, num_layers))
     return ModelSpec(
         architecture="DeepseekV3ForCausalLM",
         moe=moe if moe.layers else None,
@@ -83,9 +84,9 @@ def read_axk1(config: ConfigReader) -> ModelSpec:
     num_layers = fields["num_layers"]
     dense = config.integer("first_k_dense_replace", 1, minimum=0)
     layers = layers_with_experts(config, num_layers, dense=dense)
-    moe = deepseek_experts(config, num_layers, first=dense)
+    moe = deepseek_experts(config, layers)
     rule = replace(moe.experts.routing, corrected=False)
-    moe = replace(moe, layers=layers, normed=True, experts=replace(moe.experts, routing=rule))
+    moe = replace(moe, normed=True, experts=replace(moe.experts, routing=rule))
     # dense layers have such a norm, too, which is not used
     unused = (
         f"model.layers.{layer}.post_feedforward_layernorm."
@@ -154,7 +155,7 @@ def _with_indexer(
         mtp = replace(mtp, left_out=(*mtp.left_out, *unused))
     dense = config.integer("first_k_dense_replace", 3, minimum=0)
     with_experts = layers_with_experts(config, num_layers, dense=dense)
-    moe = replace(deepseek_experts(config, num_layers, first=3), layers=with_experts)
+    moe = deepseek_experts(config, with_experts)
     return ModelSpec(
         architecture=architecture,
         moe=moe if with_experts else None,
@@ -219,7 +220,7 @@ def read_glm4_moe_lite(config: ConfigReader) -> ModelSpec:
     layers = layers_with_experts(config, num_layers, dense=1)
     if "mlp_layer_types" not in config.values:  # transformers does not read the other key
         check_supported(config, {"first_k_dense_replace": 1})
-    moe = replace(deepseek_experts(config, num_layers, first=1), layers=layers)
+    moe = deepseek_experts(config, layers)
     return ModelSpec(
         architecture="Glm4MoeLiteForCausalLM",
         moe=moe if layers else None,

@@ -4,7 +4,7 @@ by DeepSeek's router."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Final
 
@@ -42,11 +42,12 @@ def read_glm4_moe(config: ConfigReader) -> ModelSpec:
     )
     fields = common_fields(config, partial=True)
     num_layers = fields["num_layers"]
+    dense = config.integer("first_k_dense_replace", 1, minimum=0)
     return ModelSpec(
         architecture="Glm4MoeForCausalLM",
         biases=BiasesSpec(qkv=config.flag("attention_bias")),
         qk_norm="head" if config.flag("use_qk_norm") else None,
-        moe=deepseek_experts(config, num_layers, first=1),
+        moe=deepseek_experts(config, range(dense, num_layers)),
         names=TensorNames(left_out=left_out_mtp(config, num_layers)),
         mtp=mtp_behind(config, num_layers),
         **fields,
@@ -70,7 +71,7 @@ def read_solar_open(config: ConfigReader) -> ModelSpec:
     return ModelSpec(
         architecture="SolarOpenForCausalLM",
         biases=BiasesSpec(qkv=config.flag("attention_bias")),
-        moe=deepseek_experts(config, fields["num_layers"], first=0),
+        moe=deepseek_experts(config, range(fields["num_layers"])),
         **fields,
     )
 
@@ -87,7 +88,8 @@ def read_dots1(config: ConfigReader) -> ModelSpec:
         for layer in range(num_layers)
     ]
     fields["windows"] = windows_by_kind(kinds, window)
-    moe = deepseek_experts(config, num_layers, first=0)
+    dense = config.integer("first_k_dense_replace", 0, minimum=0)
+    moe = deepseek_experts(config, range(dense, num_layers))
     return ModelSpec(architecture="Dots1ForCausalLM", moe=moe, **fields)
 
 
@@ -199,10 +201,9 @@ def read_hy_v3(config: ConfigReader) -> ModelSpec:
     )
 
 
-def deepseek_experts(config: ConfigReader, num_layers: int, *, first: int) -> MoeSpec:
+def deepseek_experts(config: ConfigReader, layers: Iterable[int]) -> MoeSpec:
     """The experts of DeepSeek-V3 and of models that adopted its router: corrected sigmoids, in
-    groups; and shared experts, which are merged into a single wide one. By default from layer
-    ``first`` on."""
+    groups; and shared experts, which are merged into a single wide one."""
     inner = config.integer("moe_intermediate_size", 1408, maximum=MOST_WIDTH)
     num_experts = config.integer("num_local_experts", 128, maximum=MOST_EXPERTS)
     rule = RoutingRule(
@@ -216,8 +217,5 @@ def deepseek_experts(config: ConfigReader, num_layers: int, *, first: int) -> Mo
         top_groups=config.integer("topk_group", 1, maximum=MOST_EXPERTS),
     )
     shared = shared_experts(config, inner)
-    dense = config.integer("first_k_dense_replace", first, minimum=0)
-    return MoeSpec(
-        experts=ExpertsSpec(routing=rule, intermediate_size=inner, shared=shared),
-        layers=frozenset(range(dense, num_layers)),
-    )
+    experts = ExpertsSpec(routing=rule, intermediate_size=inner, shared=shared)
+    return MoeSpec(experts=experts, layers=frozenset(layers))

@@ -56,7 +56,7 @@ def read_exaone_moe(config: ConfigReader) -> ModelSpec:
         n_routed_experts=config.integer("num_experts", 64, maximum=MOST_EXPERTS),
         n_shared_experts=config.integer("num_shared_experts", 1, maximum=MOST_EXPERTS),
     )
-    moe = replace(deepseek_experts(spelled, num_layers, first=dense), layers=layers)
+    moe = deepseek_experts(spelled, layers)
     names = TensorNames(
         renamed=((f".mlp.{_CORRECTION}", f".mlp.gate.{_CORRECTION}"),), left_out=("mtp.",)
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Final
 
@@ -59,7 +58,7 @@ def read_kimi_linear(config: ConfigReader) -> ModelSpec:
     num_layers = fields["num_layers"]
     dense = config.integer("first_k_dense_replace", 1, minimum=0)
     with_experts = layers_with_experts(config, num_layers, dense=dense)
-    moe = replace(deepseek_experts(config, num_layers, first=1), layers=with_experts)
+    moe = deepseek_experts(config, with_experts)
     delta = _delta(config, num_layers)
     return ModelSpec(
         architecture="KimiLinearForCausalLM",

@@ -5,16 +5,23 @@ from __future__ import annotations
 
 from minisgl_backend.gates import ClampedGate, ExpertsGate, LimitedGate
 
+_SILU, _CLAMPED, _GELU, _SQUARED_RELU, _LIMITED = range(5)  # in the order of gates.cuh
+
 
 def gate_macros(gate: ExpertsGate | None, *, squares_relu: bool = False) -> dict[str, int]:
     """The macros that say whether a weight has gates, and of which function. ``squares_relu``, only
     without a gate: results are squares of ReLU."""
     assert gate is None or not squares_relu
-    function = 1 if isinstance(gate, ClampedGate) else 2 if gate == "gelu" else 0
-    if squares_relu:
-        function = 3
-    if isinstance(gate, LimitedGate):
-        function = 4
+    if isinstance(gate, ClampedGate):
+        function = _CLAMPED
+    elif gate == "gelu":
+        function = _GELU
+    elif squares_relu:
+        function = _SQUARED_RELU
+    elif isinstance(gate, LimitedGate):
+        function = _LIMITED
+    else:
+        function = _SILU
     return {"GATED": gate is not None, "GATE": function}
 
 

@@ -305,8 +305,8 @@ def _projections(spec: ModelSpec, layer: int, queries: Share, keys: Share) -> di
         parts["k_proj"] = keys
         if layer not in spec.kv.keys_are_values:
             parts["v_proj"] = keys
-    if spec.attention_gates is not None and spec.attention_gates.apart:
+    if spec.gates_apart:
         assert "k_proj" in parts
-        of_gate = spec.heads_of(layer).head_dim if spec.attention_gates.one_per_head else 1
+        of_gate = queries.total // spec.num_gates(layer)  # the numbers that a gate multiplies
         parts["gate_proj"] = Share(*(n // of_gate for n in astuple(queries)))
     return parts

@@ -160,6 +160,6 @@ CONVERT_TO_FP8: Final = WeightFormats(
     (Rule(re.compile(rf"model\.layers\.(?!.*\.(?:{_STAY_PLAIN})$).*"), CONVERTED_FP8),),
 )
 """All projections of the layers except routers, gates of shared experts, rates of Gated DeltaNet,
-rates of Kimi Delta Attention and its decays and gates unless they are direct projections, and of
-multi-head latent attention the gates and ``kv_b_proj``, which kernels take only as plain numbers.
-The output head stays as it is."""
+and rates of Kimi Delta Attention and its decays and gates unless they are direct projections.
+Weights of index queries stay plain in every format (``of``); ``LatentAttention`` keeps its gates
+and ``kv_b_proj`` plain itself. The output head stays as it is."""

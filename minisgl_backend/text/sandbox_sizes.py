@@ -269,7 +269,7 @@ class Sizes:
         self, value: Any, width: int | str = 4, first: bool = False, blank: bool = False
     ) -> int:
         text = self.text(value)
-        step = len(width) if isinstance(width, str) else width
+        step = len(width) if isinstance(width, str) else max(width, 0)
         return len(text) + (len(text.splitlines()) + 1) * (1 + step)
 
     def _rounded(self, value: Any, precision: int = 0, method: str = "common") -> int:
@@ -285,7 +285,7 @@ class Sizes:
         separators: tuple[str, str] | None = None,
         sort_keys: bool = False,
     ) -> int:
-        step = len(indent) if isinstance(indent, str) else indent or 0
+        step = len(indent) if isinstance(indent, str) else max(indent or 0, 0)
         if step > _MAX_INDENT:
             raise OutOfBounds(f"makes an indent of more than {_MAX_INDENT}")
         return self.written(

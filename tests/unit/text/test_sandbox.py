@@ -19,6 +19,8 @@ LONG = "('a' * 9999)"
 LINES = "('\\r' * 9999)"
 MANY = f"([{LONG}] * 9999)"
 """A list that is small, but whose text is not."""
+NESTED = "(((" + 3 * "[" + "[1]" + 3 * "] * 99" + ")))"
+"""Lists in lists, each many times."""
 
 
 def to_json(value: Any, **how: Any) -> str:
@@ -109,6 +111,8 @@ def rendered(source: str, **variables: Any) -> str:
         "{{ ([[1] * 9999] * 999) | sum(start=[]) }}",
         "{{ [] | sum(start=[1] * 9999) + [1] * 9999 }}",
         "{{ [[[]]] | tojson(indent='x' * 9) }}",
+        f"{{{{ {MANY} | tojson(indent=-100) }}}}",
+        f"{{{{ [{NESTED}] | tojson(indent=-100) }}}}",
         f"{{{{ ([1, 2] * 999) | tojson(separators=({LONG}, ':')) }}}}",
         # bytes, and methods that are not known
         "{{ 'x'.encode().ljust(10**9) }}",
@@ -260,6 +264,7 @@ def test_escapes_cannot_be_turned_on() -> None:
         "c.values() ~ ''",
         "c | tojson",
         "c | tojson(indent=3)",
+        "c | tojson(indent=-100)",
         "c | tojson(indent=0, separators=('', ''))",
         "c | tojson(ensure_ascii=true)",
         "a | replace('é', b)",
@@ -267,6 +272,7 @@ def test_escapes_cannot_be_turned_on() -> None:
         "a.replace('', b)",
         "a | indent(7, true, true)",
         "a | indent(b)",
+        "a | indent(-1000)",
         "a | e",
         "a.upper()",
         "a | title",

@@ -208,7 +208,8 @@ class Sizes:
         if kind in "ra":
             return self.written(value, repr if kind == "r" else ascii)
         if isinstance(value, int):
-            return 2 * value.bit_length() + 3  # enough for binary digits with separators
+            # Enough for binary digits with separators, and for six digits and an exponent.
+            return 2 * value.bit_length() + 16
         return _MOST_DIGITS_OF_FLOAT
 
     def _check_marked(self, size: int, *values: Any) -> None:
@@ -354,4 +355,4 @@ def _length_of_other(value: Any) -> int:
         if value.bit_length() > _MAX_BITS:
             raise OutOfBounds("makes too long a number")
         return value.bit_length() // 3 + 6  # with a sign, and with quotes as a key of JSON
-    return len(repr(value)) + 2
+    return len(repr(value)) + 7  # JSON writes ``Infinity``, with quotes as a key

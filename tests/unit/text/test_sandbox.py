@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 import tracemalloc
 from typing import Any
@@ -266,6 +267,8 @@ def test_escapes_cannot_be_turned_on() -> None:
         "c | tojson(indent=3)",
         "c | tojson(indent=-100)",
         "c | tojson(indent=0, separators=('', ''))",
+        "([inf, -inf, inf - inf] * 9) | tojson(separators=('', ''))",
+        "{inf: inf, -inf: -inf, inf - inf: 1} | tojson(separators=('', ''))",
         "c | tojson(ensure_ascii=true)",
         "a | replace('é', b)",
         "a | replace(new=b, old='é', count=1)",
@@ -284,9 +287,13 @@ def test_escapes_cannot_be_turned_on() -> None:
         "b.join([a, b])",
         "'%9s %-90s %r %a' % (a, b, a, a)",
         "'%.50f %30d %x' % (1.5, 7, 2**64)",
+        "'%e' % 1",
+        "'%g %e %f' % (2**64, 2**64, 2**64)",
         "'%(a)s %(c)s' | format(a=a, c=c)",
         "'{:>90} {!r} {!a}'.format(b, a, a)",
         "'{:.50f} {:_b} {:,}'.format(1.5, 2**64, 2**64)",
+        "'{:e}'.format(1)",
+        "'{:%} {:e}'.format(1, 2**64)",
         "'{a} {c[key]}'.format_map({'a': a, 'c': c})",
         "(a | safe) + b",
         "('%s' | safe) % b",
@@ -300,7 +307,8 @@ def test_what_is_predicted_is_as_large_as_what_is_made_and_not_much_larger(
     monkeypatch.setattr(Sandbox, "_checked", lambda _, value: value)
     monkeypatch.setattr(Sandbox, "_write", lambda *_: "")
     given = {"a": "é<\"'\n\0\U0001f600ß\u2028", "b": "<&" * 9}
-    variables = {**given, "c": {"key": [given["a"], None, True, -1.5, {}], "": 2**70}}
+    collection = {"key": [given["a"], None, True, -1.5, {}], "": 2**70}
+    variables = {**given, "c": collection, "inf": math.inf}
 
     def made(max_size: int) -> Any:
         sandbox = Sandbox(max_size, {"tojson": to_json})

@@ -193,17 +193,18 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def _insert_meters(self, program: nodes.Template) -> None:
         for node in program.find_all(_BODIES):
             assert isinstance(node, _BODIES)
-            call = nodes.Call(
-                nodes.Name(self.meter_name, "load"),
-                [nodes.Const(_num_chars(node.body))],
-                [],
-                None,
-                None,
-            )
-            statement = nodes.ExprStmt(call).set_lineno(node.lineno)
-            for child in statement.find_all(nodes.Node):
-                child.set_lineno(node.lineno)
-            node.body.insert(0, statement)
+            call = self._metering(_num_chars(node.body), node.lineno)
+            node.body.insert(0, nodes.ExprStmt(call, lineno=node.lineno))
+            if isinstance(node, nodes.For) and node.test is not None:
+                call = self._metering(0, node.lineno)  # none, so that the test decides
+                node.test = nodes.Or(call, node.test, lineno=node.lineno)
+                node.test.set_environment(self)
+
+    def _metering(self, num_chars: int, lineno: int) -> nodes.Call:
+        name = nodes.Name(self.meter_name, "load", lineno=lineno)
+        return nodes.Call(
+            name, [nodes.Const(num_chars, lineno=lineno)], [], None, None, lineno=lineno
+        )
 
 
 _BODIES: Final = (nodes.For, nodes.Macro, nodes.CallBlock)

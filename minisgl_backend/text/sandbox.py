@@ -1,9 +1,11 @@
 """Jinja's immutable sandbox, with bounds on the time and the memory that a template takes.
 
-Knows Jinja. Must not know chats. The time is checked in each iteration of a loop and each call of a
-macro, a filter or a test. All characters that are written are counted, even those written into
-variables. An operation whose result would be too large is refused before it runs, since one line
-can ask for a terabyte; ``sandbox_sizes`` knows how large it would be.
+Knows Jinja. Must not know chats. The time is checked in each iteration of a loop, each call of a
+macro, a filter or a test, and in comparisons. All characters that are written are counted, even
+those written into variables. An operation whose result would be too large is refused before it
+runs, since one line can ask for a terabyte; ``sandbox_sizes`` knows how large it would be. What is
+too large is not compared or used as a key, either: a list that holds another one twice is compared
+as if it held two.
 
 A ``Meter`` belongs to one rendering. It is passed as the variable ``Sandbox.meter_name``, a random
 name, so that no template can replace it.
@@ -12,14 +14,14 @@ name, so that no template can replace it.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, Final
 
 from jinja2 import TemplateSyntaxError, nodes, pass_context
 from jinja2.ext import Extension, loopcontrols
 from jinja2.filters import make_attrgetter
 from jinja2.parser import Parser
-from jinja2.runtime import Context
+from jinja2.runtime import Context, LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
@@ -84,6 +86,13 @@ class Sandbox(ImmutableSandboxedEnvironment):
         tests: dict[str, Any] = self.tests
         for name, function in tests.items():
             tests[name] = self._bounded_test(name, function)
+        # As filters, these are called with the context and little else.
+        self._operand_name = f"_operand_{secrets.token_hex(8)}"
+        self.filters[self._operand_name] = self._operand
+        self._searched_name = f"_searched_{secrets.token_hex(8)}"
+        self.filters[self._searched_name] = self._searched
+        self._difference_name = f"_difference_{secrets.token_hex(8)}"
+        self.filters[self._difference_name] = self.sizes.difference
 
     def compiled(self, source: str) -> Any:
         """The template of a program, metered. Raises ``TemplateError``."""
@@ -92,6 +101,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             raise TemplateSyntaxError("autoescape is not supported", node.lineno)
         self._insert_meters(program)
         _Concatenations(self._join_name).visit(program)
+        _Comparisons(self._operand_name, self._searched_name, self._difference_name).visit(program)
         return self.from_string(program)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
@@ -108,6 +118,10 @@ class Sandbox(ImmutableSandboxedEnvironment):
             return self.sizes.formatted(self, owner, (), *args)
         if isinstance(owner, str) and name == "join":
             args = tuple(self.sizes.listed(items, owner) for items in args)
+        if isinstance(obj, type):  # ``dict`` takes keys
+            args = tuple(self._searched(context, arg) for arg in args)
+        elif not isinstance(owner, str) and isinstance(owner, (Collection, LoopContext)):
+            args = tuple(self._searched(context, self._operand(context, arg)) for arg in args)
         self.sizes.check_method(name, owner, args, kwargs)
         return self._checked(super().call(context, obj, *args, **kwargs))
 
@@ -120,6 +134,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
             meter(0)
             if name in LISTED:
                 value = self.sizes.listed(value)
+            for arg in (*args, *kwargs.values()):
+                if isinstance(arg, tuple):  # is a key as an attribute
+                    self.sizes.check_operand(arg)
             self.sizes.check_filter(name, (value, *args), kwargs)
             result = self._checked(function(*pass_argument(context), value, *args, **kwargs))
             meter.filtered(len(result) if isinstance(result, (str, list)) else 1)
@@ -134,6 +151,10 @@ class Sandbox(ImmutableSandboxedEnvironment):
         def bounded(context: Context, value: Any, /, *args: Any, **kwargs: Any) -> Any:
             context[self.meter_name](0)
             self.sizes.check_test(name, value)
+            if (args or kwargs) and name != "sameas":
+                value = self._operand(context, value)
+                args = tuple(self._searched(context, arg) for arg in args)
+                kwargs = {key: self._searched(context, arg) for key, arg in kwargs.items()}
             return function(*pass_argument(context), value, *args, **kwargs)
 
         return bounded
@@ -178,6 +199,26 @@ class Sandbox(ImmutableSandboxedEnvironment):
             size += len(text)
             self.sizes.check(size)
         return "".join(texts)
+
+    @pass_context
+    def _operand(self, context: Context, value: Any) -> Any:
+        """The value, which is not too large to be compared or to be a key."""
+        if not isinstance(value, (int, float)):
+            context[self.meter_name](0)
+            self.sizes.check_operand(value)
+        return value
+
+    @pass_context
+    def _searched(self, context: Context, value: Any) -> Any:
+        """The value, which is not too large to be searched for an operand.
+
+        In a mapping, only the operand is hashed. Items of an iterator are not known before.
+        """
+        if isinstance(value, Mapping):
+            return value
+        if isinstance(value, Iterator):
+            return (self._operand(context, item) for item in value)
+        return self._operand(context, value)
 
     def _write(self, context: Context, value: Any) -> str:
         text = self.sizes.text(value)
@@ -233,6 +274,61 @@ class _Concatenations(NodeTransformer):
         call = nodes.Call(name, node.nodes, [], None, None, lineno=node.lineno)
         assert node.environment is not None
         return call.set_environment(node.environment)
+
+
+class _Comparisons(NodeTransformer):
+    """Passes what is compared, or is a key, through filters that check it.
+
+    The arguments are names of filters: ``searched`` takes what ``in`` looks into, ``difference``
+    both sides of ``-``.
+    """
+
+    def __init__(self, operand: str, searched: str, difference: str) -> None:
+        self._operand = operand
+        self._searched = searched
+        self._difference = difference
+
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
+        self.generic_visit(node)
+        if len(node.ops) == 1 and (_is_literal(node.expr) or _is_literal(node.ops[0].expr)):
+            return node  # takes no longer than the smaller one of both
+        node.expr = _filtered(self._operand, node.expr)
+        for operand in node.ops:
+            is_searched = operand.op in ("in", "notin")
+            if not is_searched or operand is not node.ops[-1]:
+                operand.expr = _filtered(self._operand, operand.expr)
+            if is_searched:
+                operand.expr = _filtered(self._searched, operand.expr)
+        return node
+
+    def visit_Sub(self, node: nodes.Sub) -> nodes.Node:
+        self.generic_visit(node)
+        return _filtered(self._difference, node.left, node.right)
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
+        self.generic_visit(node)
+        if not isinstance(node.arg, (nodes.Const, nodes.Slice)):
+            node.arg = _filtered(self._operand, node.arg)
+        return node
+
+    def visit_Pair(self, node: nodes.Pair) -> nodes.Node:
+        self.generic_visit(node)
+        if not isinstance(node.key, nodes.Const):
+            node.key = _filtered(self._operand, node.key)
+        return node
+
+
+def _is_literal(node: nodes.Expr) -> bool:
+    if isinstance(node, (nodes.List, nodes.Tuple)):
+        return all(map(_is_literal, node.items))
+    return isinstance(node, nodes.Const)
+
+
+def _filtered(name: str, value: nodes.Expr, *args: nodes.Expr) -> nodes.Filter:
+    made = nodes.Filter(value, name, list(args), [], None, None, lineno=value.lineno)
+    assert value.environment is not None
+    made.set_environment(value.environment)
+    return made
 
 
 class _GenerationBlock(Extension):

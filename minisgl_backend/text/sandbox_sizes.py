@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from json.encoder import encode_basestring, encode_basestring_ascii
 from typing import Any, Final
 
@@ -42,7 +42,7 @@ _HARMLESS_METHODS: Final = frozenset(
 """Methods of strings whose results are no larger than the string, and ``join``, whose items are
 checked by ``Sizes.listed``."""
 _HARMLESS_FILTERS: Final = frozenset(
-    "abs attr count d default filesizeformat first float groupby int items join last length list"
+    "abs attr count d default filesizeformat first float int items join last length list"
     " map max min random reject rejectattr reverse select selectattr sort sum unique".split()
 )
 """Filters whose results are no larger than what they get; ``join`` and ``sum``, which check each
@@ -83,6 +83,10 @@ class Sizes:
             "format": lambda value, *args, **named: self._formatted(
                 self.text(value), named or args
             ),
+            # What stands for a missing attribute is compared as often as there are items.
+            "groupby": lambda value, attribute, default="", *_, **__: (
+                len(value) * self._as_text(default)
+            ),
             "indent": self._indented,
             "replace": self._replaced,
             "round": self._rounded,
@@ -108,6 +112,14 @@ class Sizes:
             self._check_marked(self._formatted(left, right), left, right)
         if operator == "+" and isinstance(left, _SIZED) and isinstance(right, _SIZED):
             self._check_marked(len(left) + len(right), left, right)
+
+    def check_operand(self, value: Any) -> None:
+        """Refuse to compare or to hash ``value`` if it is too large.
+
+        What occurs more than once in a collection counts, and takes its time, as often.
+        """
+        if isinstance(value, Collection) and not isinstance(value, str):
+            self.check(self.written(value, str))
 
     def check_method(
         self, name: str, owner: Any, args: Collection[Any], named: Mapping[str, Any]
@@ -138,6 +150,12 @@ class Sizes:
         """Refuse a test that would make too large a text of ``value``."""
         if name in ("lower", "upper"):
             self.text(value)
+
+    def difference(self, left: Any, right: Any) -> Any:
+        """``left - right``; sets would hash what they get."""
+        if not isinstance(left, (int, float)) and (isinstance(left, Set) or isinstance(right, Set)):
+            raise OutOfBounds("may not subtract sets")
+        return left - right
 
     def text(self, value: Any) -> str:
         """``str(value)``."""

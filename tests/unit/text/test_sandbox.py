@@ -191,6 +191,14 @@ def test_what_is_too_large_is_never_made(source: str) -> None:
         "{{ [1, 2] | select('odd') | list }}{{ [{'a': 1}] | selectattr('a', 'eq', 1) | list }}",
         "{{ 2 ** 64 * 2 ** 64 }}{{ 3 * 'ab' }}{{ [1] * 2 }}{{ (1, 2) + (3,) }}{{ 7 % 4 }}",
         "{{ x | truncate(3, true, '') }}{{ x | string | length }}{{ '5' | int + 1 }}",
+        "{{ y - 1 }}{{ 1 - y }}{{ y - y * 2 - y }}{{ y - 0.5 - y }}{{ 3 - 1 }}{{ -y }}",
+        "{{ 1 < 2 < 3 }}{{ 3 > 2 > 2 }}{{ x == x != y in [y] }}{{ x in x in [x] }}",
+        "{{ x in (x, y) }}{{ y not in {x: 1, y: 2} }}{{ x in {x: 1}.keys() }}{{ {x: 1}[x] }}",
+        "{{ x in ([x, y] | reverse) }}{{ y in ([x] | map('upper')) }}{{ 3 in range(5) }}",
+        "{{ [x, [y]] == [x, [y]] }}{{ [1] < [2] }}{{ (x, 1) in {(x, 1): 2} }}{{ [x].index(x) }}",
+        "{{ {'a': 1} is eq {'a': 1} }}{{ x is in {x: 1} }}{{ {x: 1}.get(x, [y]) }}{{ y == none }}",
+        "{{ dict([(x, 1)])[x] }}{{ [{'a': 1}, {}] | groupby('a', default=0) }}{{ [1, 2, 3][1:] }}",
+        "{% for i in [[1], [1], [2]] %}{{ loop.changed(i) }}{{ loop.changed(i, x) }}{% endfor %}",
         "{% for i in range(9) if i is odd %}{{ i }}{{ loop.index }}{% endfor %}",
         "{% for i in [[1], [[2], 3]] if i recursive %}{{ loop(i) if i is iterable else i }}"
         "{% else %}x{% endfor %}",
@@ -200,7 +208,7 @@ def test_what_is_too_large_is_never_made(source: str) -> None:
 def test_all_else_is_as_in_jinja(source: str) -> None:
     plain = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
     plain.filters["tojson"] = to_json
-    assert rendered(source, x="abcäa") == plain.from_string(source).render(x="abcäa")
+    assert rendered(source, x="abcäa", y=2) == plain.from_string(source).render(x="abcäa", y=2)
 
 
 @pytest.mark.parametrize(
@@ -225,6 +233,102 @@ def test_numbers_of_clients_may_be_larger_than_those_of_templates() -> None:
     assert rendered("{{ n }}{{ n | tojson }}{{ n | abs }}", n=10**4000) == 3 * str(10**4000)
 
 
+DOUBLED = (
+    "{% set ns = namespace(x=['a'], y=['a'], t=('a',), u=('a',)) %}{% for i in range(40) %}"
+    "{% set ns.x = [ns.x, ns.x] %}{% set ns.y = [ns.y, ns.y] %}"
+    "{% set ns.t = (ns.t, ns.t) %}{% set ns.u = (ns.u, ns.u) %}{% endfor %}"
+)
+"""Small values that take days to be compared or hashed."""
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "ns.x == ns.y",
+        "ns.x != ns.y",
+        "ns.x < ns.y",
+        "ns.x >= ns.y",
+        "1 < 2 == (ns.x == ns.y)",
+        "ns.x in [ns.y]",
+        "ns.x not in [ns.y]",
+        "ns.x in [ns.y] == 1",
+        "ns.x in ([ns.y] | reverse)",
+        "n in ([ns.y] | reverse)",
+        "ns.t in {}",
+        "ns.x is eq ns.y",
+        "ns.x is lessthan(ns.y)",
+        "ns.x is in([ns.y])",
+        "n is in([ns.y] | reverse)",
+        "[ns.x] | select('eq', ns.y) | list",
+        "[{'a': ns.x}] | selectattr('a', 'in', [ns.y]) | list",
+        "[ns.x].index(ns.y)",
+        "[ns.x].count(ns.y)",
+        "(ns.x,).index(ns.y)",
+        "([ns.x] | attr('count'))(ns.y)",
+        "{}.get(ns.t)",
+        "{}[ns.t]",
+        "{ns.t: 1}",
+        "dict([(ns.t, 1)])",
+        "dict([(ns.t, 1)] | reverse)",
+        "namespace([(ns.t, 1)])",
+        "{}.keys() - [ns.t]",
+        "[ns.t] - {}.keys()",
+        "{'a': ns.t}.items() - []",
+        "{'a': ns.t}.items() - 1",
+        "'' - {'a': ns.t}.items()",
+        "{}.keys().isdisjoint([ns.t])",
+        "{}.keys().isdisjoint([ns.t] | reverse)",
+        "{'a': ns.x}.items() == {'a': ns.y}.items()",
+        "[{}] | map(attribute=ns.t) | list",
+        "[{}, {}] | groupby('a', default=ns.t)",
+        "[{}, {}] | groupby('a', ns.t, true)",
+    ],
+)
+def test_what_takes_long_to_compare_is_not_compared(expression: str) -> None:
+    with pytest.raises(OutOfBounds, match=r"^(makes|may not)"):
+        rendered(DOUBLED + "{{ " + expression + " }}", n=0)
+
+
+def test_what_changes_in_a_loop_is_compared_within_bounds() -> None:
+    with pytest.raises(OutOfBounds):
+        rendered(DOUBLED + "{% for x in [ns.x, ns.y] %}{{ loop.changed(x) }}{% endfor %}")
+
+
+def test_long_values_are_compared_with_short_ones() -> None:
+    """What clients send may be longer than what a template may make."""
+    source = (
+        "{{ m == 'a' }}{{ m == [] }}{{ 'role' in m }}{{ key in m }}{{ m[key] }}{{ m is mapping }}"
+        "{{ m is sameas none }}{{ m.get(key) }}{{ dict(m, a=1)[key] }}{{ m.content in ['b', 'c'] }}"
+    )
+    message = {"content": ["a" * MAX_SIZE] * 9, "role": "user"}
+    assert rendered(source, m=message, key="role") == (
+        "FalseFalseTrueTrueuserTrueFalseuseruserFalse"
+    )
+
+
+class Once:
+    """Tells how often it was read."""
+
+    def __init__(self) -> None:
+        self.num_reads = 0
+
+    def __call__(self) -> int:
+        self.num_reads += 1
+        return self.num_reads
+
+
+@pytest.mark.parametrize(
+    ("comparison", "is_true", "num_reads"),
+    [("a < n() < b", True, 1), ("b < a < n()", False, 0), ("a < n() in c == c", True, 1)],
+)
+def test_operands_of_a_chain_are_evaluated_once_and_only_if_needed(
+    comparison: str, is_true: bool, num_reads: int
+) -> None:
+    n = Once()
+    assert rendered("{{ " + comparison + " }}", n=n, a=0, b=2, c=[1]) == str(is_true)
+    assert n.num_reads == num_reads
+
+
 class Ticking:
     """A clock that advances a second whenever it is read."""
 
@@ -243,6 +347,7 @@ class Ticking:
         "{{ range(9999) | select('odd') | list }}",
         "{{ range(9999) | sum }}",
         "{% for i in range(9999) if false %}{% endfor %}",
+        "{{ 'a' ~ 'b' in ((['c'] * 9999) | reverse) }}",
     ],
 )
 def test_time_is_bounded_wherever_a_list_is_gone_through(source: str) -> None:

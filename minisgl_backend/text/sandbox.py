@@ -27,6 +27,8 @@ from jinja2.visitor import NodeTransformer
 
 from minisgl_backend.text.sandbox_sizes import LISTED, OutOfBounds, Sizes
 
+_OF_JINJA: Final = frozenset({"_loop_vars", "_block_vars"})
+"""Arguments that Jinja adds to calls in loops and blocks."""
 _MOST_FILTERED: Final = 4
 """How much filters may make in all, as a multiple of what may be written: ``map`` calls them for
 each item of a list."""
@@ -112,8 +114,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
         method = getattr(obj, "__wrapped__", obj)  # Jinja wraps a string's ``format``
         owner = getattr(method, "__self__", None)
         name = getattr(method, "__name__", "")
+        given = {key: value for key, value in kwargs.items() if key not in _OF_JINJA}
         if isinstance(owner, str) and name == "format":
-            return self.sizes.formatted(self, owner, args, kwargs)
+            return self.sizes.formatted(self, owner, args, given)
         if isinstance(owner, str) and name == "format_map":
             return self.sizes.formatted(self, owner, (), *args)
         if isinstance(owner, str) and name == "join":
@@ -122,7 +125,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             args = tuple(self._searched(context, arg) for arg in args)
         elif not isinstance(owner, str) and isinstance(owner, (Collection, LoopContext)):
             args = tuple(self._searched(context, self._operand(context, arg)) for arg in args)
-        self.sizes.check_method(name, owner, args, kwargs)
+        self.sizes.check_method(name, owner, args, given)
         return self._checked(super().call(context, obj, *args, **kwargs))
 
     def _bounded_filter(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -205,7 +205,19 @@ def test_what_is_too_large_is_never_made(source: str) -> None:
         "{% filter upper %}a{{ x }}{% endfilter %}{{ x if x is string else 1 }}",
     ],
 )
-def test_all_else_is_as_in_jinja(source: str) -> None:
+@pytest.mark.parametrize(
+    "around",
+    [
+        "{}",
+        "{{% for _ in [1, 2] %}}{}{{% endfor %}}",
+        "{{% block a %}}{}{{% endblock %}}",
+        "{{% macro a() %}}{}{{% endmacro %}}{{{{ a() }}}}",
+    ],
+    ids=["alone", "loop", "block", "macro"],
+)
+def test_all_else_is_as_in_jinja(source: str, around: str) -> None:
+    """Jinja adds arguments to calls in loops and in blocks."""
+    source = around.format(source)
     plain = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
     plain.filters["tojson"] = to_json
     assert rendered(source, x="abcäa", y=2) == plain.from_string(source).render(x="abcäa", y=2)

@@ -36,18 +36,21 @@ def paused(folder: Path, *, num_paused: int) -> Path:
 
 
 def num_starts(folder: Path) -> int:
+    """How often the tokenizer has started. tritonserver may have started more often: if the machine
+    is busy, it may abort for want of another process before this one begins."""
     return len((folder / "starts").read_bytes())
 
 
 def test_a_server_for_tests_and_benchmarks_comes_up(tmp_path: Path) -> None:
     with running(paused(tmp_path, num_paused=2)) as server:
-        assert num_starts(tmp_path) == 3
+        assert num_starts(tmp_path) >= 3
         assert generate(server, input_ids=[1], max_tokens=3)["text_output"]
 
 
 def test_a_served_one_comes_up(tmp_path: Path) -> None:
     """Each start but the first is a recovery. There may be a second one: now and then 24.10 hangs
-    in a start by itself."""
+    or aborts in a start by itself."""
     with supervised(paused(tmp_path, num_paused=1)) as world:
-        assert num_starts(tmp_path) == 1 + world.num_recoveries() >= 2
+        assert world.num_starts == 1 + world.num_recoveries() >= 2
+        assert num_starts(tmp_path) >= 2
         assert world.answers()

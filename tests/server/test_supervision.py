@@ -39,7 +39,10 @@ class Supervised:
     def __init__(self, repository: Path, engine_options: Mapping[str, str]) -> None:
         installation = find_installation()
 
+        self.num_starts = 0
+
         def start(options: ServerOptions) -> TritonServer:
+            self.num_starts += 1
             return TritonServer(installation, repository, engine_options, options)
 
         self._stopping = StopEvent()

@@ -17,6 +17,7 @@ from minisgl_backend.models.families.fields import (
     layers_with_experts,
     read_gate_limits,
 )
+from minisgl_backend.models.families.kimi_linear import KEYS
 from minisgl_backend.models.families.latents import latent_fields
 from minisgl_backend.models.families.mtp_layers import left_out_mtp, mtp_behind
 from minisgl_backend.models.recurrent_spec import KimiDeltaSpec
@@ -32,17 +33,7 @@ _SUPPORTED: Final[Mapping[str, object]] = MappingProxyType(
     | {"up_proj_norm": False, "value_norm": False}
 )
 """The only supported values of these keys."""
-_KEYS: Final = MappingProxyType(
-    {
-        "model_max_length": "max_position_embeddings",
-        "moe_renormalize": "norm_topk_prob",
-        "num_expert_group": "n_group",
-        "num_experts": "n_routed_experts",
-        "num_experts_per_token": "num_experts_per_tok",
-        "num_mtp_layers": "num_nextn_predict_layers",
-        "num_shared_experts": "n_shared_experts",
-    }
-)
+_KEYS: Final = MappingProxyType({**KEYS, "num_mtp_layers": "num_nextn_predict_layers"})
 """Keys of config.json, each with the one that other families have."""
 _NAMES: Final = TensorNames(
     renamed=(

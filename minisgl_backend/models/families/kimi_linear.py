@@ -26,7 +26,7 @@ _SUPPORTED: Final[Mapping[str, object]] = MappingProxyType(
     | {"moe_router_activation_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
 )
 """The only supported values of these keys."""
-_KEYS: Final = MappingProxyType(
+KEYS: Final = MappingProxyType(
     {
         "model_max_length": "max_position_embeddings",
         "moe_renormalize": "norm_topk_prob",
@@ -43,7 +43,7 @@ def read_kimi_linear(config: ConfigReader) -> ModelSpec:
     """``KimiLinearForCausalLM``: DeepSeek-V3 with Kimi Delta Attention in three of four layers, and
     attention that does not rotate in the others."""
     check_supported(config, _SUPPORTED)
-    config = config.respelled(_KEYS).with_defaults(
+    config = config.respelled(KEYS).with_defaults(
         max_position_embeddings=2**20,
         moe_intermediate_size=1024,
         n_routed_experts=config.values.get("num_local_experts", 256),

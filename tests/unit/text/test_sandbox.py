@@ -14,6 +14,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from minisgl_backend.text.sandbox import Meter, Sandbox
 from minisgl_backend.text.sandbox_sizes import OutOfBounds
+from tests.unit.text.test_template import Ticking
 
 MAX_SIZE = 10**4
 LONG = "('a' * 9999)"
@@ -339,17 +340,6 @@ def test_operands_of_a_chain_are_evaluated_once_and_only_if_needed(
     n = Once()
     assert rendered("{{ " + comparison + " }}", n=n, a=0, b=2, c=[1]) == str(is_true)
     assert n.num_reads == num_reads
-
-
-class Ticking:
-    """A clock that advances a second whenever it is read."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        self.now_s += 1.0
-        return self.now_s
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ _READ: Final = frozenset(
     | {"init_lora_weights"}
 )
 _NO_MATTER: Final = frozenset(
-    {"auto_mapping", "corda_config", "ensure_weight_tying"}
+    {"auto_mapping", "corda_config", "ensure_weight_tying", "fan_in_fan_out"}
     | {"eva_config", "inference_mode", "loftq_config", "lora_dropout", "lora_ga_config"}
     | {"megatron_core", "peft_version", "qalora_group_size", "revision", "task_type"}
 )

@@ -49,11 +49,11 @@ class Projection:
 @dataclass(frozen=True, slots=True)
 class Factors:
     """Where one projection's factors are in the file: tensor names, the rows of B (all rows, unless
-    the tensor is for several projections), rank and scaling."""
+    the tensor is for several projections; those may be ordered by heads), rank and scaling."""
 
     a: str
     b: str
-    rows: slice
+    rows: tuple[slice, ...]
     rank: int
     scaling: float
 
@@ -79,7 +79,8 @@ class AdapterFile:
             for key in (factors.a, factors.b):
                 if key not in held:  # it was there when the file was opened
                     raise ConfigError(f"the adapter lacks {key}")
-            yield name, held[factors.a], held[factors.b][factors.rows]
+            b = held[factors.b]
+            yield name, held[factors.a], torch.cat([b[rows] for rows in factors.rows])
 
     def complaint(self, dtype: torch.dtype) -> str:
         """What is wrong with numbers that are not finite, once B is scaled, in ``dtype``."""
@@ -183,14 +184,13 @@ def _pairs(headers: Iterable[str]) -> dict[str, tuple[str, str]]:
     return pairs
 
 
-def _parts(module: str, num_rows: int, names: TensorNames) -> dict[str, slice]:
-    """The projections in a module that the file names, each with its part of the outputs."""
-    parts = {}
-    for weight, stored in names.weights(f"{module}.weight", (num_rows, 1)):
-        (rows,) = stored.region or (slice(None),)
-        assert isinstance(rows, slice)  # a linear module is no stack of experts
-        if stored.period is None:  # no projection that takes adapters is scattered
-            parts[weight.removesuffix(".weight")] = rows
+def _parts(module: str, num_rows: int, names: TensorNames) -> dict[str, tuple[slice, ...]]:
+    """The projections in a module that the file names, each with its part of the outputs: B has
+    them in the order of a bias, also if the weight is stored with inputs before outputs."""
+    parts: dict[str, tuple[slice, ...]] = {}
+    for bias, stored in names.weights(f"{module}.bias", (num_rows,)):
+        rows = [rows for (rows,) in stored.regions_within((slice(0, *stored.shape),))]
+        parts[bias.removesuffix(".bias")] = tuple(found for found in rows if type(found) is slice)
     return parts
 
 

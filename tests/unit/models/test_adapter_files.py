@@ -140,7 +140,6 @@ def test_the_pattern_of_layers_may_have_groups(tmp_path: Path) -> None:
         ({"use_dora": True}, "use_dora"),
         ({"bias": "all"}, "bias"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
-        ({"fan_in_fan_out": True}, "fan_in_fan_out"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights"),
         ({"r": 0}, "r must"),
         ({"lora_alpha": "high"}, "lora_alpha"),

@@ -16,9 +16,12 @@ Gate: TypeAlias = Literal["silu", "gelu"]
 OutputGate: TypeAlias = Literal["sigmoid", "softplus"]
 """What opens the gates of attention's output, as in Qwen3-Next or as in Laguna."""
 
-Activation: TypeAlias = Literal["relu2", "gelu", "xielu"]
-"""The square of ReLU, as in Nemotron, GELU approximated by tanh, as in StarCoder 2, or xIELU, whose
-numbers are learned, as in Apertus."""
+PlainActivation: TypeAlias = Literal["relu", "relu2", "gelu", "exact gelu"]
+"""ReLU, as in OPT, or its square, as in Nemotron; GELU approximated by tanh, as in StarCoder 2, or
+by the error function, as in Pythia."""
+
+Activation: TypeAlias = PlainActivation | Literal["xielu"]
+"""One of these, or xIELU, whose numbers are learned, as in Apertus."""
 
 
 @dataclass(frozen=True, slots=True)

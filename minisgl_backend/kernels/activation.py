@@ -1,18 +1,16 @@
 """The gates of feed-forward blocks (arXiv 2002.05202), Llama's silu(gate) * up and Gemma's with the
-tanh approximation of GELU (arXiv 1606.08415); what blocks without gates have instead, this GELU,
-the square of ReLU (arXiv 2109.08668) and xIELU (arXiv 2411.13010); the gate of attention's output
-(arXiv 2505.06708); and Gemma's bound of logits (arXiv 2408.00118).
+tanh approximation of GELU (arXiv 1606.08415); what blocks without gates have instead, GELU, ReLU or
+its square (arXiv 2109.08668) and xIELU (arXiv 2411.13010); the gate of attention's output (arXiv
+2505.06708); and Gemma's bound of logits (arXiv 2408.00118).
 """
 
 from __future__ import annotations
-
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minisgl_backend.gates import Gate, LimitedGate, OutputGate
+from minisgl_backend.gates import Gate, LimitedGate, OutputGate, PlainActivation
 from minisgl_backend.kernels.dispatch import at_least_float32, use_triton
 
 
@@ -55,21 +53,24 @@ def open_gates_reference(gate_up: Tensor, gate: Gate | LimitedGate) -> Tensor:
     return gate_mul_reference(closed, up, gate)
 
 
-def activate(x: Tensor, function: Literal["relu2", "gelu"], *, pdl: bool = False) -> Tensor:
+def activate(x: Tensor, function: PlainActivation, *, pdl: bool = False) -> Tensor:
     """The ``function`` in float32, rounded once, for a contiguous ``x`` [num_tokens, size]."""
     if not use_triton(x):
         return activate_reference(x, function)
     from minisgl_backend.kernels.triton_kernels.layer_kernels import launch_activate
 
     out = torch.empty_like(x)
-    launch_activate(out, x, gelu=function == "gelu", pdl=pdl)
+    launch_activate(out, x, function, pdl=pdl)
     return out
 
 
-def activate_reference(x: Tensor, function: Literal["relu2", "gelu"]) -> Tensor:
+def activate_reference(x: Tensor, function: PlainActivation) -> Tensor:
     """The twin of ``activate``; float64 stays float64."""
     wide = at_least_float32(x)
-    y = F.gelu(wide, approximate="tanh") if function == "gelu" else wide.relu().square()
+    if function in ("gelu", "exact gelu"):
+        y = F.gelu(wide, approximate="tanh" if function == "gelu" else "none")
+    else:
+        y = wide.relu() if function == "relu" else wide.relu().square()
     return y.to(x.dtype)
 
 

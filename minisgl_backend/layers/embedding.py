@@ -1,4 +1,5 @@
-"""Token embedding and output head, whose vocabulary is split over the ranks.
+"""Token embedding and output head, whose vocabulary is split over the ranks, and the embedding of
+positions, which each rank holds as a whole.
 
 Must not know sequences, or how a token is sampled.
 """
@@ -16,7 +17,7 @@ from minisgl_backend.kernels.sampling_rule import split_size, splits_of_rank
 from minisgl_backend.layers.matrix import DenseMatrix
 from minisgl_backend.layers.norm import Normed
 from minisgl_backend.layers.quantized_matrix import Matrices
-from minisgl_backend.layers.weight_place import Place, Share
+from minisgl_backend.layers.weight_place import Place, Share, WeightPlace, empty_parameter, whole
 from minisgl_backend.parallel.group import Group
 
 _ALIGNMENT: Final = 16
@@ -32,7 +33,14 @@ class OutputHead(nn.Module):
     """
 
     def __init__(
-        self, name: str, vocab_size: int, hidden_size: int, *, group: Group, matrices: Matrices
+        self,
+        name: str,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        bias: bool = False,
+        group: Group,
+        matrices: Matrices,
     ):
         """``name`` is the module's in the checkpoint."""
         super().__init__()
@@ -46,13 +54,15 @@ class OutputHead(nn.Module):
         held = Share(vocab_size, min(self.start, vocab_size), self._num_held(group.rank))
         whole = Share(hidden_size, 0, hidden_size)
         self.matrix = matrices.make({name: held}, whole, out_features=self.share)
+        self.bias = empty_parameter(self.share) if bias else None
 
     def part(self, x: Normed, out: Tensor | None = None) -> Tensor:
         """The logits of this rank's token ids: [num_rows, hidden_size] -> [num_rows, share].
 
         ``out``, of that shape, takes the result if that saves memory.
         """
-        return self.matrix.gemm(x, out=out)
+        logits = self.matrix.gemm(x, out=out)
+        return logits if self.bias is None else logits.add_(self.bias)
 
     def gathered(self, part: Tensor, out: Tensor | None = None) -> Tensor:
         """The logits of all ranks, [num_rows, vocab_size], from each rank's ``part``. A single
@@ -66,6 +76,9 @@ class OutputHead(nn.Module):
     def places(self) -> Iterator[tuple[str, Place]]:
         (name,) = self.matrix.parts
         yield "weight", self.matrix.place(name)
+        if self.bias is not None:
+            held = self.bias.data[: self._num_held(self.group.rank)]
+            yield "bias", WeightPlace(held, (self.vocab_size,), 0, self.start)
 
     def _num_held(self, rank: int) -> int:
         """The number of token ids whose rows a rank holds."""
@@ -84,3 +97,20 @@ class VocabEmbedding(OutputHead):
         assert isinstance(self.matrix, DenseMatrix)
         start = self.start if self.group.size > 1 else None
         return embedding(token_ids, self.matrix.weight, start=start)
+
+
+class PositionEmbedding(nn.Module):
+    """A vector for each position, to be added to the embedding of its token; ``offset`` is the row
+    of the first position's."""
+
+    def __init__(self, num_positions: int, hidden_size: int, *, offset: int):
+        super().__init__()
+        self.weight = empty_parameter(offset + num_positions, hidden_size)
+        self._offset = offset
+
+    def forward(self, positions: Tensor) -> Tensor:
+        """int [num_tokens] -> [num_tokens, hidden_size]"""
+        return embedding(positions, self.weight[self._offset :])
+
+    def places(self) -> Iterator[tuple[str, WeightPlace]]:
+        yield "weight", whole(self.weight)

@@ -42,7 +42,8 @@ from minisgl_backend.models.families.deepseek_experts import (
 )
 from minisgl_backend.models.families.ernie import read_ernie4_5, read_ernie4_5_moe
 from minisgl_backend.models.families.exaone import read_exaone4, read_exaone4_5, read_exaone_moe
-from minisgl_backend.models.families.falcon import read_falcon_h1
+from minisgl_backend.models.families.falcon import read_falcon
+from minisgl_backend.models.families.falcon_h1 import read_falcon_h1
 from minisgl_backend.models.families.flint import read_flint
 from minisgl_backend.models.families.gemma import (
     read_gemma,
@@ -61,6 +62,12 @@ from minisgl_backend.models.families.glm import (
     read_glm4v,
     read_glm4v_moe,
     read_glm46v,
+)
+from minisgl_backend.models.families.gpt import (
+    read_gpt2,
+    read_gpt_bigcode,
+    read_gpt_neox,
+    read_gptj,
 )
 from minisgl_backend.models.families.gpt_oss import read_gpt_oss
 from minisgl_backend.models.families.granite import (
@@ -127,12 +134,14 @@ from minisgl_backend.models.families.nanochat import read_nanochat
 from minisgl_backend.models.families.nemotron import read_nemotron_h
 from minisgl_backend.models.families.olmo import (
     read_flex_olmo,
+    read_olmo,
     read_olmo2,
     read_olmo3,
     read_olmo_hybrid,
     read_olmoe,
 )
-from minisgl_backend.models.families.phi import read_phi3
+from minisgl_backend.models.families.opt import read_opt
+from minisgl_backend.models.families.phi import read_phi, read_phi3
 from minisgl_backend.models.families.qwen import (
     read_mellum,
     read_qwen2,
@@ -151,6 +160,7 @@ from minisgl_backend.models.families.qwen_hybrid import (
     read_qwen3_5_multimodal,
     read_qwen3_next,
 )
+from minisgl_backend.models.families.stablelm import read_stablelm
 from minisgl_backend.models.families.starcoder import read_starcoder2
 from minisgl_backend.models.families.step import read_step3p5, read_step3p7
 from minisgl_backend.models.quantization import modelopt_file, read_quantization
@@ -352,6 +362,15 @@ ARCHITECTURES: Final[Mapping[str, Callable[[ConfigReader], ModelSpec]]] = Mappin
         "CwmForCausalLM": read_cwm,
         "HeliumForCausalLM": read_helium,
         "Starcoder2ForCausalLM": read_starcoder2,
+        "OPTForCausalLM": read_opt,
+        "GPT2LMHeadModel": read_gpt2,
+        "GPTBigCodeForCausalLM": read_gpt_bigcode,
+        "GPTJForCausalLM": read_gptj,
+        "GPTNeoXForCausalLM": read_gpt_neox,
+        "PhiForCausalLM": read_phi,
+        "StableLmForCausalLM": read_stablelm,
+        "OlmoForCausalLM": read_olmo,
+        "FalconForCausalLM": read_falcon,
         "Jais2ForCausalLM": read_jais2,
         "CohereForCausalLM": read_cohere,
         "Cohere2ForCausalLM": read_cohere2,
@@ -400,7 +419,7 @@ _WITH_NEEDLESS_CODE: Final = frozenset(
     {"Phi3ForCausalLM", "MiniMaxM2ForCausalLM", "Ernie4_5ForCausalLM", "Ernie4_5_MoeForCausalLM"}
     | {"HunYuanDenseV1ForCausalLM", "HunYuanMoEV1ForCausalLM", "HyperCLOVAXForCausalLM"}
     | {"InternLM3ForCausalLM", "IQuestCoderForCausalLM", "SolarOpenForCausalLM"}
-    | {"AfmoeForCausalLM", "NemotronHForCausalLM"}
+    | {"AfmoeForCausalLM", "NemotronHForCausalLM", "FalconForCausalLM", "PhiForCausalLM"}
     | {"DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM"}
     | {"YoutuForCausalLM", "MiniCPM3ForCausalLM", "HCXVisionV2ForCausalLM"}
     | {"KimiK25ForConditionalGeneration", "KimiLinearForCausalLM", "LagunaForCausalLM"}

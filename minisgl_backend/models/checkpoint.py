@@ -176,7 +176,10 @@ def tensor_files(folder: Path) -> TensorFiles:
             f"are not supported; needed is {_SINGLE} or {_INDEX}"
         )
     if any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):
-        raise ConfigError(f"{folder} holds pickled weights only; only safetensors are read")
+        raise ConfigError(
+            f"{folder} holds pickled weights only; only safetensors are read, which "
+            "save_pretrained of transformers writes"
+        )
     raise ConfigError(f"{folder} holds neither {_SINGLE} nor {_INDEX}")
 
 

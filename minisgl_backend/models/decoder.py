@@ -31,7 +31,7 @@ from minisgl_backend.kernels.layer_states import LayerStates
 from minisgl_backend.kernels.linear_cut import MAX_TOKENS
 from minisgl_backend.kernels.paged_kv import PagedKV
 from minisgl_backend.kernels.rope_store import TokenPlaces
-from minisgl_backend.layers.embedding import OutputHead, VocabEmbedding
+from minisgl_backend.layers.embedding import OutputHead, PositionEmbedding, VocabEmbedding
 from minisgl_backend.layers.experts import ExpertsMLP
 from minisgl_backend.layers.feed_forward import GatedMLP
 from minisgl_backend.layers.matrix import DenseMatrix, pack_matrices
@@ -93,6 +93,11 @@ class _Body(nn.Module):
         self.embed_tokens = VocabEmbedding(
             "model.embed_tokens", spec.vocab_size, spec.hidden_size, group=group, matrices=matrices
         )
+        self.embed_positions: PositionEmbedding | None = None
+        if (positions := spec.positions) is not None:
+            self.embed_positions = PositionEmbedding(
+                spec.rope.max_positions, spec.hidden_size, offset=positions.offset
+            )
         self.layers = nn.ModuleList(
             _layer(LayerRecipe(spec, layer, group, matrices, experts)) for layer in spec.own_layers
         )
@@ -138,7 +143,12 @@ class Decoder(nn.Module):
         self.model = _Body(spec, group, matrices, experts)
         if not spec.tie_embeddings:
             self.lm_head = OutputHead(
-                "lm_head", spec.vocab_size, spec.hidden_size, group=group, matrices=matrices
+                "lm_head",
+                spec.vocab_size,
+                spec.hidden_size,
+                bias=spec.biases.head,
+                group=group,
+                matrices=matrices,
             )
         self.eagle: EagleLayer | None = None
         if spec.eagle is not None:
@@ -270,7 +280,7 @@ class Decoder(nn.Module):
         pages, if there are any.
         """
         spec = self.spec
-        residual, x = self._embedded(tokens)
+        residual, x = self._embedded(tokens, positions)
         layer_inputs: Tensor | None = None
         if self.model.layer_inputs is not None:
             layer_inputs = self.model.layer_inputs(tokens, residual)
@@ -350,11 +360,13 @@ class Decoder(nn.Module):
         assert self.mtp is not None
         return self.mtp
 
-    def _embedded(self, tokens: Tensor) -> tuple[Tensor, Normed]:
+    def _embedded(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Normed]:
         """The residual stream before the layers, [num_tokens, hidden_size], and its first norm, if
         possible in one kernel with the sum over the ranks."""
         spec, group, norm = self.spec, self.group, self.layers[0].first_norm
         part = self.model.embed_tokens.own_rows(tokens)
+        if self.model.embed_positions is not None and group.rank == 0:  # once in the ranks' sum
+            part += self.model.embed_positions(positions)
         if spec.norms.of_embedding:  # of the sum, of which a rank has a part
             whole = group.all_reduce(part)
             residual = F.rms_norm(whole, (spec.hidden_size,), eps=spec.norms.eps)
@@ -421,7 +433,7 @@ def _layer(recipe: LayerRecipe) -> Layer:
         return Gemma4Layer(recipe)
     if spec.single_parts:
         return SinglePartLayer(recipe)
-    if spec.parallel == "parts":
+    if spec.parallel in ("parts", "normed parts"):
         return ParallelLayer(recipe)
     if spec.norms.centered:
         return LayerNormLayer(recipe)

@@ -256,17 +256,25 @@ class LayerNormLayer(_SummedLayer):
 
 
 class ParallelLayer(_SummedLayer):
-    """A layer whose parts read the same norm of the residual stream, and are both added to it
-    (Command). The ranks' sum of both is one."""
+    """A layer whose parts read the same residual stream, under the same norm (Command) or each
+    under its own (Pythia), and are both added to it. The ranks' sum of both is one."""
+
+    def __init__(self, recipe: LayerRecipe):
+        super().__init__(recipe)
+        has_two = recipe.spec.parallel == "normed parts"
+        self.post_attention_layernorm = residual_norm(recipe.spec) if has_two else None
 
     def forward(
         self, residual: Tensor, x: Normed, next_norm: RMSNorm | None, step: StepContext
     ) -> tuple[Tensor, Normed]:
         """As ``DecoderLayer.forward``."""
         assert next_norm is not None
-        x = Normed(x.normalized(pdl=step.pdl))  # once for both
+        x = of_block = Normed(x.normalized(pdl=step.pdl))
+        if self.post_attention_layernorm is not None:
+            own = Normed(residual, self.post_attention_layernorm)
+            of_block = Normed(own.normalized(pdl=step.pdl))
         part = self.self_attn.part(x, step)
-        part += self.mlp.part(x, pdl=step.pdl, adapted=step.adapted)
+        part += self.mlp.part(of_block, pdl=step.pdl, adapted=step.adapted)
         return residual, add_sum(residual, part, next_norm, self._group, pdl=step.pdl)
 
 

@@ -43,4 +43,4 @@ class NormsSpec:
             raise ConfigError("norms that subtract the mean are supported only of inputs")
         if self.biased and not self.centered:
             raise ConfigError("norms with biases are supported only if they subtract the mean")
-        assert self.weighted or (self.place == "before" and not self.centered)
+        assert self.weighted or (self.place == "before" and not self.biased)

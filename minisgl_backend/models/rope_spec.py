@@ -1,4 +1,5 @@
-"""How the heads of attention learn the positions of tokens, in plain numbers.
+"""How a model learns the positions of tokens, in plain numbers: by rotations in attention, or by a
+table of vectors.
 
 Must not know config.json, tensors or the rest of a model.
 """
@@ -70,6 +71,14 @@ class RopeSpec:
                 f"longrope needs {rotated // 2} short factors, one for each frequency, "
                 f"got {len(self.short_factors)}"
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnedPositions:
+    """Each position has a vector, which is added to the embedding of its token (GPT-2). That of the
+    first position is row ``offset`` of the table."""
+
+    offset: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

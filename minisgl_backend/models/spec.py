@@ -21,7 +21,7 @@ from minisgl_backend.models.bounds import MOST_POSITIONS
 from minisgl_backend.models.latent_spec import LatentSpec
 from minisgl_backend.models.norms_spec import NormPlace, NormsSpec
 from minisgl_backend.models.recurrent_spec import RecurrentSpec
-from minisgl_backend.models.rope_spec import QueryGrowth, RopeSpec
+from minisgl_backend.models.rope_spec import LearnedPositions, QueryGrowth, RopeSpec
 from minisgl_backend.models.tensor_names import TensorNames
 from minisgl_backend.weight_format import WeightFormats
 
@@ -59,12 +59,13 @@ class LayerInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BiasesSpec:
-    """Which projections have biases: of queries, keys and values, of attention's output, and of
-    feed-forward blocks other than experts."""
+    """Which projections have biases: of queries, keys and values, of attention's output, of
+    feed-forward blocks other than experts, and the output head."""
 
     qkv: bool = False
     output: bool = False
     mlp: bool = False
+    head: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,15 +172,18 @@ class ModelSpec:
     # the residual stream
     norms: NormsSpec
     scales: ScalesSpec = field(default_factory=ScalesSpec)
+    positions: LearnedPositions | None = None
+    """There are as many as ``rope`` says; then no layer rotates."""
 
     # what a layer is made of
     biases: BiasesSpec = field(default_factory=BiasesSpec)
     single_parts: tuple[Part, ...] = ()
     """If there are entries, one per layer: each layer is only token mixing, or only a feed-forward
     block, with one norm."""
-    parallel: Literal["parts", "mixers"] | None = None
-    """What layers compute side by side, of the same input, to add both: attention and the
-    feed-forward block, or attention and the mixer that ``recurrent`` describes."""
+    parallel: Literal["parts", "normed parts", "mixers"] | None = None
+    """What layers compute side by side, to add both: attention and the feed-forward block, of the
+    same input or each of an input with a norm of its own, or attention and the mixer that
+    ``recurrent`` describes, of the same input."""
     layer_inputs: LayerInputs | None = None
     scaled_layers: bool = False
     """Whether each layer multiplies its output by a number."""
@@ -235,6 +239,10 @@ class ModelSpec:
         if self.moe is not None and self.moe.normed:
             assert self.norms.place == "before" and self.scales.branch == 1.0
         assert not self.norms.of_embedding or self.scales.embedding == self.stream_scale == 1.0
+        assert not self.biases.head or not self.tie_embeddings
+        if self.positions is not None:
+            assert not any(self.ropes) and len(self.ropes) == self.num_layers
+            assert self.scales.embedding == self.stream_scale == 1.0
         layers = [
             (self.rope_of(layer), self.heads_of(layer), self.rotary_head_dim(layer))
             for layer in self.all_layers
@@ -272,6 +280,7 @@ class ModelSpec:
         assert self.norms.place == "before" and not self.norms.centered
         assert self.scales == ScalesSpec() and not self.kv.sources
         assert self.layer_inputs is None and self.query_growth is None and not self.sections
+        assert self.positions is None
         moe = self.moe
         if moe is not None:
             moe = replace(moe, layers=moe.layers | {self.num_layers})
@@ -419,6 +428,8 @@ class ModelSpec:
         if (inputs := self.layer_inputs) is not None:
             tables = self.num_layers * inputs.size * inputs.vocab_size
         embeddings = (1 if self.tie_embeddings else 2) * self.vocab_size * self.hidden_size
+        if self.positions is not None:
+            embeddings += (self.rope.max_positions + self.positions.offset) * self.hidden_size
         if self.eagle is not None:
             embeddings += self.eagle.num_parameters - self.eagle.num_active_parameters
         return self.num_active_parameters + inactive + tables + embeddings

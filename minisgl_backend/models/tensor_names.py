@@ -124,8 +124,9 @@ class TensorNames:
     head, then those for the next. A checkpoint of only the layers, as of embedding models, leaves
     out the first part of all names, ``model.``. If the checkpoint is ``multimodal``, the tensors
     for images and audio are left out. Tensors whose names for the decoder begin with one of
-    ``left_out`` are always left out. Those whose names for the decoder end with one of ``vectors``
-    are vectors, whatever dimensions of 1 they may have besides.
+    ``left_out``, or end with one of ``buffers``, are always left out. Those whose names for the
+    decoder end with one of ``vectors`` are vectors, whatever dimensions of 1 they may have besides.
+    The weights of modules whose names end with one of ``transposed`` have inputs before outputs.
     With ``keeps_stacks`` a tensor of all experts is one weight, not several of one expert each.
     With ``transposed_stacks`` inputs come before outputs in such tensors, which are plain. With
     ``order_by_hidden_size`` files may have either order: it is the usual one unless the tensor, or
@@ -138,6 +139,8 @@ class TensorNames:
     by_head: Mapping[str, int] = field(default_factory=dict)
     multimodal: bool = False
     left_out: tuple[str, ...] = ()
+    buffers: tuple[str, ...] = ()
+    transposed: tuple[str, ...] = ()
     vectors: tuple[str, ...] = ()
     keeps_stacks: bool = False
     transposed_stacks: bool = False
@@ -168,7 +171,7 @@ class TensorNames:
                 own = own.replace(theirs, ours, 1)
         if own.startswith(BODY):
             own = f"model.{own}"
-        if own.startswith(self.left_out):
+        if own.startswith(self.left_out) or own.endswith(self.buffers):
             return
         stacked = None if self.keeps_stacks else _STACKED.fullmatch(own)
         if stacked is not None and len(shape) == (1 if stacked["scale"] == _OF_INPUTS else 3):
@@ -187,8 +190,12 @@ class TensorNames:
         module, _, kind = own.rpartition(".")
         around, _, last = module.rpartition(".")
         end = next((end for end in self.merged if module.endswith(end)), None)
+        is_transposed = (
+            module.endswith(self.transposed) and kind == "weight" and len(shape) == 2  # not biases
+        )
         if end is None:
-            yield own, StoredAs(name, shape)
+            own_shape = shape[::-1] if is_transposed else shape
+            yield own, StoredAs(name, own_shape, transposed=is_transposed)
             return
         parts = self.merged[end]
         modules = {f"{around}.{part}.{kind}": size for part, size in parts.items()}
@@ -197,10 +204,13 @@ class TensorNames:
         if kind in _FOR_ALL_PARTS or (kind in _ROWS and shape in ((), (1,))):
             yield from ((part, StoredAs(name, shape)) for part in modules)
             return
-        at = _OUTPUTS_AT.get(kind)
+        at = 1 if is_transposed else _OUTPUTS_AT.get(kind)
         if at is None or len(shape) <= at:
             raise ConfigError(f"{name}: {last} merges {', '.join(parts)}, and no {kind} is known")
-        yield from _of_outputs(modules, name, shape, at, self.by_head.get(end, 1))
+        for part, stored in _of_outputs(modules, name, shape, at, self.by_head.get(end, 1)):
+            if is_transposed:
+                stored = replace(stored, shape=stored.shape[::-1], transposed=True)
+            yield part, stored
 
     def _is_transposed(self, stacked: re.Match[str], shape: tuple[int, ...]) -> bool:
         """Whether inputs come before outputs in a tensor of all experts, or in its scales."""

@@ -32,8 +32,8 @@ def check_tokenizer(folder: str | Path) -> None:
     place = Path(folder)
     if not (place / "tokenizer.json").is_file():
         raise ConfigError(
-            f"{folder} holds no tokenizer.json, and no other tokenizer is read; the option "
-            "tokenizer names a folder or model that has one"
+            f"{folder} holds no tokenizer.json, and no other tokenizer is read; save_pretrained of "
+            "transformers writes one, and the option tokenizer names a folder or model that has one"
         )
     for name in ("tokenizer.json", "tokenizer_config.json", _PROCESSOR_TEMPLATE):
         if (place / name).exists():

@@ -174,6 +174,9 @@ _LLAMA3: Final = MappingProxyType(
         "original_max_position_embeddings": 32,
     }
 )
+_OF_STABLELM: Final = MappingProxyType(
+    {"intermediate_size": 96, "num_key_value_heads": 2, "rope_theta": 500.0}
+)
 _YARN: Final = MappingProxyType(
     {
         "rope_type": "yarn",
@@ -965,6 +968,14 @@ def _cohere2_moe(**changes: Any) -> PreTrainedModel:
 def _starcoder2(**changes: Any) -> PreTrainedModel:
     config = _newer("Starcoder2Config")(**{**_SHAPE, "sliding_window": 20, **changes})
     return cast(PreTrainedModel, _newer("Starcoder2ForCausalLM")(config))
+
+
+def _older(config: str, model: str, **changes: Any) -> PreTrainedModel:
+    """A model of a kind that has neither gates nor fewer KV heads in its config.json."""
+    needless = ("intermediate_size", "num_key_value_heads")
+    shape = {key: value for key, value in _SHAPE.items() if key not in needless}
+    made = _newer(f"{config}Config")(**{**shape, **changes})
+    return cast(PreTrainedModel, _newer(model)(made))
 
 
 def _jais2(**changes: Any) -> PreTrainedModel:
@@ -1980,6 +1991,85 @@ CASES: Final[Mapping[str, Callable[[], PreTrainedModel]]] = MappingProxyType(
             tie_word_embeddings=True,
             topk_group=1,
         ),
+        "opt": lambda: _older("OPT", "OPTForCausalLM", ffn_dim=96),
+        "opt-alike": lambda: _older(
+            "OPT",
+            "OPTForCausalLM",
+            activation_function="gelu",
+            enable_bias=False,
+            ffn_dim=160,
+            tie_word_embeddings=False,
+        ),
+        "gpt2": lambda: _older("GPT2", "GPT2LMHeadModel"),
+        "gpt2-alike": lambda: _older(
+            "GPT2",
+            "GPT2LMHeadModel",
+            activation_function="relu",
+            layer_norm_epsilon=1e-3,
+            n_inner=96,
+            tie_word_embeddings=False,
+        ),
+        "gpt-bigcode": lambda: _older("GPTBigCode", "GPTBigCodeForCausalLM"),
+        "gpt-bigcode-heads": lambda: _older(
+            "GPTBigCode", "GPTBigCodeForCausalLM", multi_query=False, n_inner=96
+        ),
+        "gptj": lambda: _older("GPTJ", "GPTJForCausalLM", rotary_dim=8),
+        "gpt-neox": lambda: _older("GPTNeoX", "GPTNeoXForCausalLM", intermediate_size=96),
+        "gpt-neox-serial": lambda: _older(
+            "GPTNeoX",
+            "GPTNeoXForCausalLM",
+            attention_bias=False,
+            hidden_act="gelu_new",
+            intermediate_size=96,
+            rope_parameters={
+                "rope_type": "default",
+                "rope_theta": 500.0,
+                "partial_rotary_factor": 1.0,
+            },
+            tie_word_embeddings=True,
+            use_parallel_residual=False,
+        ),
+        "phi": lambda: _older("Phi", "PhiForCausalLM", intermediate_size=96),
+        "phi-alike": lambda: _older(
+            "Phi",
+            "PhiForCausalLM",
+            hidden_act="gelu",
+            intermediate_size=96,
+            num_key_value_heads=2,
+            rope_parameters=dict(_LLAMA3) | {"partial_rotary_factor": 0.25},
+        ),
+        "stablelm": lambda: _older("StableLm", "StableLmForCausalLM", **_OF_STABLELM),
+        "stablelm-parallel": lambda: _older(
+            "StableLm",
+            "StableLmForCausalLM",
+            **_OF_STABLELM,
+            tie_word_embeddings=True,
+            use_parallel_residual=True,
+            use_qkv_bias=True,
+        ),
+        "olmo": lambda: _older(
+            "Olmo", "OlmoForCausalLM", intermediate_size=96, num_key_value_heads=2
+        ),
+        "olmo-biases": lambda: _older(
+            "Olmo", "OlmoForCausalLM", attention_bias=True, intermediate_size=96
+        ),
+        "falcon": lambda: _older("Falcon", "FalconForCausalLM"),
+        "falcon-groups": lambda: _older(
+            "Falcon", "FalconForCausalLM", new_decoder_architecture=True, num_kv_heads=2
+        ),
+        "falcon-groups-one-norm": lambda: _older(
+            "Falcon",
+            "FalconForCausalLM",
+            bias=True,
+            ffn_hidden_size=96,
+            new_decoder_architecture=True,
+            num_kv_heads=2,
+            num_ln_in_parallel_attn=1,
+            tie_word_embeddings=False,
+        ),
+        "falcon-serial": lambda: _older(
+            "Falcon", "FalconForCausalLM", bias=True, multi_query=False, parallel_attn=False
+        ),
     }
 )
 
@@ -2236,7 +2326,7 @@ def draw(model: PreTrainedModel, seed: int, spread: float = 0.25) -> None:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):
-            if "norm" in name:
+            if "norm" in name or ".ln_" in name:
                 parameter.uniform_(0.5, 1.5, generator=generator)
             else:
                 std = 0.5 if name.endswith("bias") else 2.0 if name.endswith("sinks") else spread

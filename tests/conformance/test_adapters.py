@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 
 from minisgl_backend.execution.adapters import AdapterStore
 from minisgl_backend.models.adapter_slots import AdapterSlots
@@ -184,6 +184,11 @@ def test_adapters_over_quantized_weights(case: str, tmp_path: Path) -> None:
         ("laguna", ("q_proj", "o_proj", "g_proj")),
         ("step3.7", r".*\.language_model\..*\.(q_proj|o_proj|g_proj|up_proj|down_proj)"),
         ("starcoder2", ("q_proj", "v_proj", "o_proj", "c_fc", "c_proj")),
+        ("opt", ("q_proj", "v_proj", "out_proj", "fc1", "fc2")),
+        ("gpt-neox", ("query_key_value", "dense", "dense_h_to_4h")),
+        ("falcon-groups", ("query_key_value",)),
+        ("falcon", ("query_key_value", "dense_4h_to_h")),
+        ("phi", ("q_proj", "k_proj", "v_proj", "dense", "fc1")),
         ("cohere2", ("q_proj", "v_proj", "o_proj", "gate_proj", "down_proj")),
         ("lfm2", ("q_proj", "k_proj", "v_proj", "w1", "w2", "w3")),
         ("lfm2", r".*\.(self_attn\.out_proj|w2)"),
@@ -215,6 +220,33 @@ def test_adapters_may_have_the_names_of_the_checkpoint(
         outcome = engine.run(prompts, [GREEDY] * len(prompts), [adapter] * len(prompts))
     adapted = merged(theirs, path)
     assert outcome.tokens == Answers([adapted] * len(prompts), prompts).tokens(outcome.tokens)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_adapters_of_weights_with_inputs_first(tmp_path: Path) -> None:
+    """As PEFT itself makes and merges them for GPT-2, whose merged projection is one target."""
+    theirs: Any = write_checkpoint("gpt2", tmp_path)
+    config = LoraConfig(
+        r=6, target_modules=["c_attn", "c_proj", "c_fc"], fan_in_fan_out=True, task_type="CAUSAL_LM"
+    )
+    adapted: Any = get_peft_model(theirs, config)
+    generator = torch.Generator().manual_seed(3)
+    for name, parameter in adapted.named_parameters():
+        if ".lora_" in name:
+            parameter.data.normal_(std=0.2, generator=generator)
+    adapted.save_pretrained(tmp_path / "adapter")
+    model = load_model(tmp_path, context=CONTEXT)
+    slots = AdapterSlots(model, 1, 8, torch.device("cpu"))
+    store = AdapterStore(slots, pinned=False)
+    path = tmp_path / "adapter"
+    adapter = Adapter(1, "adapter", str(path), store.read(1, path))
+    prompts = prompts_with_shared_prefixes(vocab_size=VOCAB_SIZE, longest=60, seed=7)
+    with TinyEngine(
+        model, page_size=16, context=CONTEXT, adapter_slots=slots, adapter_store=store
+    ) as engine:
+        outcome = engine.run(prompts, [GREEDY] * len(prompts), [adapter] * len(prompts))
+    expected = Answers([adapted.merge_and_unload()] * len(prompts), prompts)
+    assert outcome.tokens == expected.tokens(outcome.tokens)
 
 
 @pytest.mark.parametrize("reference", MODELS, indirect=True)

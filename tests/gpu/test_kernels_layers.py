@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, get_args
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from minisgl_backend.gates import Gate, LimitedGate, OutputGate
+from minisgl_backend.gates import Gate, LimitedGate, OutputGate, PlainActivation
 from minisgl_backend.kernels import (
     activation,
     embedding,
@@ -109,9 +109,9 @@ def test_gates(
 
 
 @pytest.mark.parametrize("size", [48, 3072])
-@pytest.mark.parametrize("function", ["relu2", "gelu"])
+@pytest.mark.parametrize("function", get_args(PlainActivation))
 def test_activations(
-    device: torch.device, dtype: torch.dtype, size: int, function: Literal["relu2", "gelu"]
+    device: torch.device, dtype: torch.dtype, size: int, function: PlainActivation
 ) -> None:
     x = torch.randn(7, size, device=device).to(dtype)
     assert_close(activation.activate(x, function), activation.activate_reference(x, function))

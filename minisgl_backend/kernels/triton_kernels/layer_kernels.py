@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minisgl_backend.gates import PlainActivation
 from minisgl_backend.kernels.triton_kernels.pdl import allow_next, launch_options, wait_previous
 
 
@@ -270,20 +271,25 @@ def launch_gated_mul(
 
 
 @triton.jit(do_not_specialize=["size"])
-def _activate(out_ptr, x_ptr, size, GELU: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _activate(out_ptr, x_ptr, size, FUNCTION: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     if PDL:
         allow_next()
         wait_previous()
     x = tl.load(x_ptr + i, mask=i < size, other=0.0).to(tl.float32)
-    positive = tl.maximum(x, 0.0)
-    y = opened(x, 1.0, True) if GELU else positive * positive
+    if FUNCTION == "gelu":
+        y = opened(x, 1.0, True)
+    elif FUNCTION == "exact gelu":
+        y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    else:
+        y = tl.maximum(x, 0.0)
+        if FUNCTION == "relu2":
+            y = y * y
     tl.store(out_ptr + i, y.to(out_ptr.dtype.element_ty), mask=i < size)
 
 
-def launch_activate(out: Tensor, x: Tensor, *, gelu: bool, pdl: bool) -> None:
-    """See ``minisgl_backend.kernels.activation``: ``activate`` by GELU or by the square of
-    ReLU."""
+def launch_activate(out: Tensor, x: Tensor, function: PlainActivation, *, pdl: bool) -> None:
+    """See ``minisgl_backend.kernels.activation.activate``."""
     size = x.numel()
     if size == 0:
         return
@@ -291,7 +297,7 @@ def launch_activate(out: Tensor, x: Tensor, *, gelu: bool, pdl: bool) -> None:
     block = 1024
     grid = (triton.cdiv(size, block),)
     _activate[grid](
-        out, x, size, GELU=gelu, BLOCK=block, PDL=pdl, num_warps=4, **launch_options(pdl)
+        out, x, size, FUNCTION=function, BLOCK=block, PDL=pdl, num_warps=4, **launch_options(pdl)
     )
 
 

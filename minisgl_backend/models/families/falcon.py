@@ -1,82 +1,78 @@
-"""Falcon-H1: attention and Mamba 2 side by side in each layer, with multipliers."""
+"""Falcon 7B to 180B, and Falcon 2."""
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Final, Literal
 
-from minisgl_backend.models.bounds import MOST_WIDTH
+from minisgl_backend.attention.base import LayerHeads
+from minisgl_backend.models.bounds import MOST_HEADS, MOST_WIDTH
 from minisgl_backend.models.common_fields import common_fields
 from minisgl_backend.models.config_json import ConfigReader
-from minisgl_backend.models.families.fields import check_supported
-from minisgl_backend.models.families.mamba import RENAMED, merged_parts, read_mamba
-from minisgl_backend.models.spec import ModelSpec, ScalesSpec
+from minisgl_backend.models.families.fields import check_supported, layer_norms, read_activation
+from minisgl_backend.models.spec import BiasesSpec, ModelSpec
 from minisgl_backend.models.tensor_names import TensorNames
 
-_NO_BIASES: Final = ("attention_bias", "mamba_proj_bias", "mlp_bias", "projectors_bias")
-"""Some would take other multipliers than the weights."""
+_SUPPORTED: Final[Mapping[str, object]] = MappingProxyType({"alibi": False})
+"""The only supported values of these keys."""
+_RENAMED: Final = (
+    ("transformer.word_embeddings.", "model.embed_tokens."),
+    ("transformer.ln_f.", "model.norm."),
+    ("transformer.h.", "model.layers."),
+    (".ln_attn.", ".input_layernorm."),
+    (".ln_mlp.", ".post_attention_layernorm."),
+    (".self_attention.dense.", ".self_attn.o_proj."),
+    (".self_attention.", ".self_attn."),
+    (".mlp.dense_h_to_4h.", ".mlp.up_proj."),
+    (".mlp.dense_4h_to_h.", ".mlp.down_proj."),
+)
 
 
-def read_falcon_h1(config: ConfigReader) -> ModelSpec:
-    """``FalconH1ForCausalLM``: each layer adds attention and Mamba 2 of the same input. Multipliers
-    of inputs and outputs of projections are multiplied into their weights."""
-    check_supported(config, dict.fromkeys(_NO_BIASES, False))
-    config = config.with_defaults(
-        hidden_size=4096,
-        intermediate_size=14_336,
-        num_attention_heads=32,
+def read_falcon(config: ConfigReader) -> ModelSpec:
+    """``FalconForCausalLM``: attention and feed-forward side by side, mostly, on one norm or, if
+    heads share keys and values in groups, perhaps each behind a norm of its own. The merged
+    projection is ordered by these groups, or by heads, unless all heads share one."""
+    check_supported(config, _SUPPORTED)
+    config = config.respelled(
+        {"ffn_hidden_size": "intermediate_size", "n_embed": "hidden_size"}
+    ).with_defaults(
+        vocab_size=65_024,
+        hidden_size=4544,
         num_hidden_layers=32,
-        num_key_value_heads=8,
-        max_position_embeddings=8192,
-        rms_norm_eps=1e-5,
-        vocab_size=128_000,
+        num_attention_heads=71,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
     )
+    if "intermediate_size" not in config.values:
+        hidden_size = config.integer("hidden_size", maximum=MOST_WIDTH)
+        config = config.with_values(intermediate_size=4 * hidden_size)
     fields = common_fields(config)
-    has_norm = config.flag("mamba_rms_norm")
-    if has_norm:
-        check_supported(config, {"mamba_norm_before_gate": False})
-        if "mamba_norm_before_gate" not in config.values:  # true by default
-            raise config.error("mamba_norm_before_gate", "false, as mamba_rms_norm is true", None)
-    inner = None
-    if "mamba_d_ssm" not in config.nulls:
-        inner = config.integer("mamba_d_ssm", 1024, maximum=MOST_WIDTH)
-    layers = frozenset(range(fields["num_layers"]))
-    mamba = read_mamba(config, fields["hidden_size"], layers, inner=inner, normed=has_norm)
+    heads: LayerHeads = fields["heads"]
+    in_groups, is_shared = config.flag("new_decoder_architecture"), config.flag("multi_query", True)
+    num_kv_heads = heads.num_heads
+    if in_groups:
+        num_kv_heads = config.integer("num_kv_heads", heads.num_heads, maximum=MOST_HEADS)
+    elif is_shared:
+        num_kv_heads = 1
+    fields["heads"] = heads = replace(heads, num_kv_heads=num_kv_heads)
+    fields["norms"] = layer_norms(config, "layer_norm_epsilon")
+    queries, keys = (n * heads.head_dim for n in (heads.num_heads, num_kv_heads))
+    end, bias = ".self_attn.query_key_value", config.flag("bias")
+    num_norms = config.integer("num_ln_in_parallel_attn", 2, maximum=2) if in_groups else 1
+    is_parallel = in_groups or config.flag("parallel_attn", True)
+    of_parallel: Literal["parts", "normed parts"] = "parts" if num_norms == 1 else "normed parts"
     return ModelSpec(
-        architecture="FalconH1ForCausalLM",
-        scales=ScalesSpec(
-            embedding=config.number("embedding_multiplier", 1.0),
-            logits=config.number("lm_head_multiplier", 1.0),
-        ),
-        recurrent=mamba,
-        parallel="mixers",
+        architecture="FalconForCausalLM",
+        biases=BiasesSpec(qkv=bias, output=bias, mlp=bias),
+        parallel=of_parallel if is_parallel else None,
+        gate=None,
+        activation=read_activation(config, "activation", "gelu"),
         names=TensorNames(
-            renamed=RENAMED, merged=merged_parts(".mamba", mamba), scaled=_multipliers(config)
+            renamed=_RENAMED,
+            merged={end: {"q_proj": queries, "k_proj": keys, "v_proj": keys}},
+            by_head={end: num_kv_heads} if num_kv_heads > 1 else {},
         ),
         **fields,
     )
-
-
-def _multipliers(config: ConfigReader) -> dict[str, float]:
-    """The factors of projections, by the ends of their names."""
-
-    def several(key: str, count: int) -> tuple[float, ...]:
-        found = config.numbers(key) or (1.0,) * count
-        if len(found) != count:
-            raise config.error(key, f"{count} numbers", list(found))
-        return found
-
-    into_attention = config.number("attention_in_multiplier", 1.0)
-    of_gates, of_blocks = several("mlp_multipliers", 2)
-    into_mamba = config.number("ssm_in_multiplier", 1.0)
-    of_parts = zip(("z", "x", "b", "c", "dt"), several("ssm_multipliers", 5), strict=True)
-    factors = {
-        ".self_attn.q_proj": into_attention,
-        ".self_attn.k_proj": into_attention * config.number("key_multiplier", 1.0),
-        ".self_attn.v_proj": into_attention,
-        ".self_attn.o_proj": config.number("attention_out_multiplier", 1.0),
-        **{f".mamba.in_proj_{part}": into_mamba * factor for part, factor in of_parts},
-        ".mamba.out_proj": config.number("ssm_out_multiplier", 1.0),
-        ".mlp.gate_proj": of_gates,
-        ".mlp.down_proj": of_blocks,
-    }
-    return {name: factor for name, factor in factors.items() if factor != 1.0}

@@ -7,19 +7,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, Final
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.experts_spec import GateLimits, RoutingRule, SharedExpert
+from minisgl_backend.gates import PlainActivation
 from minisgl_backend.models.bounds import MOST_EXPERTS
 from minisgl_backend.models.common_fields import common_fields, read_rope
 from minisgl_backend.models.config_json import ConfigReader
-from minisgl_backend.models.rope_spec import RopeSpec
+from minisgl_backend.models.norms_spec import NormsSpec
+from minisgl_backend.models.rope_spec import LearnedPositions, RopeSpec
 from minisgl_backend.models.spec import BiasesSpec, ModelSpec
 from minisgl_backend.models.tensor_names import MULTIMODAL
 
 ATTENTION_KINDS: Final = ("sliding_attention", "full_attention")
 HYBRID_KINDS: Final = ("linear_attention", "full_attention")
+_LAYER_NORM_EPS: Final = 1e-5
+_ACTIVATIONS: Final[Mapping[str, PlainActivation]] = MappingProxyType(
+    {
+        "gelu": "exact gelu",
+        "gelu_fast": "gelu",
+        "gelu_new": "gelu",
+        "gelu_pytorch_tanh": "gelu",
+        "relu": "relu",
+        "relu2": "relu2",
+    }
+)
 _STATE_DTYPES: Final = ("float32", "bfloat16", "float16")
 
 
@@ -68,6 +82,26 @@ def check_supported(config: ConfigReader, supported: Mapping[str, object]) -> No
     for key, only in supported.items():
         if (given := config.values.get(key, only)) != only:
             raise ConfigError(f"{config.where}: {key} {given!r} is not supported, only {only!r}")
+
+
+def read_activation(config: ConfigReader, key: str, default: str) -> PlainActivation:
+    """What a block without gates has in their place, from transformers' name for it."""
+    name = config.word(key, default)
+    if name not in _ACTIVATIONS:
+        raise config.error(key, "one of " + ", ".join(_ACTIVATIONS), name)
+    return _ACTIVATIONS[name]
+
+
+def layer_norms(config: ConfigReader, eps_key: str | None = None) -> NormsSpec:
+    """LayerNorms with biases, whose eps is PyTorch's unless config.json has one."""
+    eps = _LAYER_NORM_EPS if eps_key is None else config.number(eps_key, _LAYER_NORM_EPS)
+    return NormsSpec(eps=eps, centered=True, biased=True)
+
+
+def positions_by_table(fields: Mapping[str, Any], *, offset: int = 0) -> dict[str, Any]:
+    """``fields`` of a model that learns positions by a table, in place of rotations."""
+    no_ropes = (None,) * fields["num_layers"]
+    return {**fields, "ropes": no_ropes, "positions": LearnedPositions(offset=offset)}
 
 
 def attention_biases(

@@ -1,4 +1,4 @@
-"""OLMo 2 and 3, OLMoE, FlexOlmo, and OLMo Hybrid."""
+"""OLMo 1 to 3, OLMoE, FlexOlmo, and OLMo Hybrid."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from minisgl_backend.models.families.fields import (
     read_routing,
     set_kinds,
 )
+from minisgl_backend.models.norms_spec import NormsSpec
 from minisgl_backend.models.recurrent_spec import DeltaSpec
 from minisgl_backend.models.spec import ModelSpec, MoeSpec
 from minisgl_backend.models.tensor_names import TensorNames
@@ -37,6 +38,15 @@ _RENAMED: Final = (
 """Names in the checkpoints of OLMo Hybrid, each with the decoder's."""
 _DELTA_NORM_EPS: Final = 1e-5
 """Of the norms of outputs of Gated DeltaNet, which no key of config.json gives."""
+
+
+def read_olmo(config: ConfigReader) -> ModelSpec:
+    """``OlmoForCausalLM``: Llama whose norms subtract the mean and have no weights."""
+    if config.values.get("clip_qkv") is not None:
+        raise config.error("clip_qkv", "null", config.values["clip_qkv"])
+    fields = common_fields(config.with_defaults(max_position_embeddings=2048))
+    fields["norms"] = NormsSpec(eps=1e-5, centered=True, weighted=False)
+    return ModelSpec(architecture="OlmoForCausalLM", biases=attention_biases(config), **fields)
 
 
 def read_olmo2(config: ConfigReader) -> ModelSpec:

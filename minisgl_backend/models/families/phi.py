@@ -1,15 +1,58 @@
-"""Phi-3 and Phi-4."""
+"""Phi 1.5 and 2, Phi-3 and Phi-4."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from minisgl_backend.attention.base import LayerHeads
 from minisgl_backend.models.common_fields import common_fields
 from minisgl_backend.models.config_json import ConfigReader
-from minisgl_backend.models.families.fields import read_window
-from minisgl_backend.models.spec import ModelSpec
+from minisgl_backend.models.families.fields import (
+    check_supported,
+    layer_norms,
+    read_activation,
+    read_window,
+)
+from minisgl_backend.models.spec import BiasesSpec, ModelSpec
 from minisgl_backend.models.tensor_names import TensorNames
+
+_NAMES_OF_PHI2: Final = TensorNames(
+    renamed=(
+        ("model.final_layernorm.", "model.norm."),
+        (".self_attn.dense.", ".self_attn.o_proj."),
+        (".mlp.fc1.", ".mlp.up_proj."),
+        (".mlp.fc2.", ".mlp.down_proj."),
+    )
+)
+
+
+def read_phi(config: ConfigReader) -> ModelSpec:
+    """``PhiForCausalLM``, Phi 1.5 and 2: attention and feed-forward on the same LayerNorm, side by
+    side, heads that rotate in part, and biases everywhere, also of the head."""
+    check_supported(config, {"qk_layernorm": False})
+    config = config.with_defaults(
+        vocab_size=51_200,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=24,
+        num_attention_heads=32,
+        max_position_embeddings=2048,
+    )
+    if "partial_rotary_factor" not in config.table("rope_parameters"):
+        config = config.with_defaults(partial_rotary_factor=0.5)
+    function = read_activation(config, "hidden_act", "gelu_new")
+    fields = common_fields(config.with_values(hidden_act="silu"), partial=True)
+    fields["norms"] = layer_norms(config, "layer_norm_eps")
+    has_head = not fields["tie_embeddings"]
+    return ModelSpec(
+        architecture="PhiForCausalLM",
+        biases=BiasesSpec(qkv=True, output=True, mlp=True, head=has_head),
+        parallel="parts",
+        gate=None,
+        activation=function,
+        names=_NAMES_OF_PHI2,
+        **fields,
+    )
 
 
 def read_phi3(config: ConfigReader) -> ModelSpec:

@@ -173,6 +173,8 @@ def test_gelu() -> None:
     x = torch.randn(3, 5)
     inner = math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)
     torch.testing.assert_close(activation.activate(x, "gelu"), x / 2 * (1 + inner.tanh()))
+    exact = x / 2 * (1 + torch.erf(x / math.sqrt(2)))
+    torch.testing.assert_close(activation.activate(x, "exact gelu"), exact)
 
 
 def test_xielu() -> None:

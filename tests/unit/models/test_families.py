@@ -19,8 +19,8 @@ from minisgl_backend.models.catalog import ARCHITECTURES, parse_spec
 from minisgl_backend.models.latent_spec import IndexerSpec, LatentSpec
 from minisgl_backend.models.norms_spec import NormsSpec
 from minisgl_backend.models.recurrent_spec import ConvSpec, DeltaSpec, KimiDeltaSpec, MambaSpec
-from minisgl_backend.models.rope_spec import QueryGrowth
-from minisgl_backend.models.spec import LayerInputs, ModelSpec, MoeSpec
+from minisgl_backend.models.rope_spec import LearnedPositions, QueryGrowth
+from minisgl_backend.models.spec import BiasesSpec, LayerInputs, ModelSpec, MoeSpec
 from minisgl_bench.dummy_model import SHAPES
 from tests.unit.models.config_jsons import (
     AFM_4_5B,
@@ -41,6 +41,8 @@ from tests.unit.models.config_jsons import (
     ERNIE_4_5_21B_A3B,
     EXAONE_4_5_33B,
     EXAONE_4_32B,
+    FALCON_7B,
+    FALCON_40B,
     FALCON_H1_0_5B,
     FLEX_OLMO_7X7B,
     FLINT,
@@ -56,6 +58,8 @@ from tests.unit.models.config_jsons import (
     GLM_4_7_FLASH,
     GLM_4_9B_0414,
     GLM_5,
+    GPT_2,
+    GPT_J_6B,
     GPT_OSS_20B,
     GRANITE_3_1_3B_A800M,
     GRANITE_3_3_8B,
@@ -99,12 +103,16 @@ from tests.unit.models.config_jsons import (
     NANOCHAT_D32,
     NEMOTRON_3_NANO_30B_A3B,
     NEMOTRON_NANO_9B_V2,
+    OLMO_1_7B,
     OLMO_2_7B,
     OLMO_3_7B,
     OLMO_HYBRID_7B,
     OLMOE_1B_7B,
+    OPT_1_3B,
+    PHI_2,
     PHI_4_MINI,
     PIXTRAL_12B,
+    PYTHIA_1_4B,
     QWEN_1_5_MOE,
     QWEN_2_5_7B,
     QWEN_2_5_OMNI_7B,
@@ -119,6 +127,8 @@ from tests.unit.models.config_jsons import (
     SEED_OSS_36B,
     SMOLLM_3B,
     SOLAR_OPEN_100B,
+    STABLELM_2_1_6B,
+    STARCODER,
     STARCODER2_7B,
     STEP_3_5_FLASH,
     STEP_3_7_FLASH,
@@ -1918,6 +1928,75 @@ def test_layer_norms_with_biases() -> None:
         parse_spec({**JAIS_2_8B, "hidden_act": "gelu"})
 
 
+def test_positions_by_a_table() -> None:
+    spec = parse_spec(OPT_1_3B)
+    assert spec.positions == LearnedPositions(offset=2) and spec.ropes == (None,) * 24
+    assert spec.norms == NormsSpec(eps=1e-5, centered=True, biased=True)
+    assert (spec.gate, spec.activation, spec.context) == (None, "relu", 2048)
+    assert spec.biases == BiasesSpec(qkv=True, output=True, mlp=True) and spec.tie_embeddings
+    assert 1.31 < spec.num_parameters / 1e9 < 1.32
+    for changes in ({"do_layer_norm_before": False}, {"word_embed_proj_dim": 512}):
+        with pytest.raises(ConfigError, match=f"{next(iter(changes))} .* is not supported"):
+            parse_spec({**OPT_1_3B, **changes})
+    with pytest.raises(ConfigError, match=r"activation_function must be one of gelu, .*relu"):
+        parse_spec({**OPT_1_3B, "activation_function": "quick_gelu"})
+
+    spec = parse_spec(GPT_2)
+    assert spec.positions == LearnedPositions() and spec.activation == "gelu"
+    assert (spec.intermediate_size, spec.context, spec.tie_embeddings) == (3072, 1024, True)
+    assert 0.124 < spec.num_parameters / 1e9 < 0.125
+    with pytest.raises(ConfigError, match="scale_attn_by_inverse_layer_idx True is not supported"):
+        parse_spec({**GPT_2, "scale_attn_by_inverse_layer_idx": True})
+
+    spec = parse_spec(STARCODER)
+    assert spec.heads == LayerHeads(48, 1, 128) and spec.activation == "exact gelu"
+    assert 15.5 < spec.num_parameters / 1e9 < 15.6
+    assert parse_spec({**STARCODER, "multi_query": False}).heads == LayerHeads(48, 48, 128)
+
+
+def test_parts_side_by_side_of_older_models() -> None:
+    spec = parse_spec(GPT_J_6B)
+    assert spec.parallel == "parts" and spec.rope.interleaved and spec.rope.rotated == 0.25
+    assert spec.biases == BiasesSpec(mlp=True, head=True)
+    assert 6.0 < spec.num_parameters / 1e9 < 6.1
+    with pytest.raises(ConfigError, match="rotary_dim must be a number"):
+        parse_spec({**GPT_J_6B, "rotary_dim": None})
+
+    spec = parse_spec(PYTHIA_1_4B)
+    assert spec.parallel == "normed parts" and spec.rope.rotated == 0.25
+    assert spec.activation == "exact gelu" and not spec.biases.head
+    assert 1.41 < spec.num_parameters / 1e9 < 1.42
+    assert parse_spec({**PYTHIA_1_4B, "use_parallel_residual": False}).parallel is None
+
+    spec = parse_spec(PHI_2)
+    assert spec.parallel == "parts" and spec.rope.rotated == 0.4 and spec.biases.head
+    assert 2.7 < spec.num_parameters / 1e9 < 2.8
+    with pytest.raises(ConfigError, match="qk_layernorm True is not supported"):
+        parse_spec({**PHI_2, "qk_layernorm": True})
+
+    spec = parse_spec(STABLELM_2_1_6B)
+    assert spec.gate == "silu" and spec.biases == BiasesSpec(qkv=True) and spec.parallel is None
+    assert spec.norms.biased and 1.6 < spec.num_parameters / 1e9 < 1.7
+
+    spec = parse_spec(FALCON_7B)
+    assert spec.parallel == "parts" and spec.heads == LayerHeads(71, 1, 64)
+    assert 6.9 < spec.num_parameters / 1e9 < 7.0
+    with pytest.raises(ConfigError, match="alibi True is not supported"):
+        parse_spec({**FALCON_7B, "alibi": True})
+    spec = parse_spec(FALCON_40B)
+    assert spec.parallel == "normed parts" and spec.heads == LayerHeads(128, 8, 64)
+    assert 41 < spec.num_parameters / 1e9 < 42
+    assert parse_spec({**FALCON_40B, "num_ln_in_parallel_attn": 1}).parallel == "parts"
+
+
+def test_norms_without_weights_that_subtract_the_mean() -> None:
+    spec = parse_spec(OLMO_1_7B)
+    assert spec.norms == NormsSpec(eps=1e-5, centered=True, weighted=False)
+    assert 6.8 < spec.num_parameters / 1e9 < 6.9
+    with pytest.raises(ConfigError, match="clip_qkv must be null"):
+        parse_spec({**OLMO_1_7B, "clip_qkv": 8.0})
+
+
 def test_learned_activations() -> None:
     spec = parse_spec(APERTUS_8B)
     assert spec.gate is None and (spec.activation, spec.qk_norm) == ("xielu", "head")
@@ -2274,6 +2353,16 @@ def test_every_architecture_is_tested() -> None:
             COMMAND_R_08_2024,
             COMMAND_R7B,
             STARCODER2_7B,
+            OPT_1_3B,
+            GPT_2,
+            STARCODER,
+            GPT_J_6B,
+            PYTHIA_1_4B,
+            PHI_2,
+            STABLELM_2_1_6B,
+            OLMO_1_7B,
+            FALCON_7B,
+            FALCON_40B,
             JAIS_2_8B,
             CWM,
             KOLIBRI_1,

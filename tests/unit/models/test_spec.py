@@ -51,8 +51,8 @@ def test_an_original_context_beside_the_table_wins() -> None:
 
 REFUSED: Final[dict[str, tuple[dict[str, Any], str]]] = {
     "architecture": (
-        {"architectures": ["GPT2LMHeadModel"]},
-        "GPT2LMHeadModel is not supported; supported are LlamaForCausalLM, .*Qwen3MoeForCausalLM",
+        {"architectures": ["BloomForCausalLM"]},
+        "BloomForCausalLM is not supported; supported are LlamaForCausalLM, .*Qwen3MoeForCausalLM",
     ),
     "empty architecture": ({"architectures": [""]}, "architectures must be a list of names"),
     "no architecture": ({"architectures": None}, "no architecture is not supported"),

@@ -25,6 +25,7 @@ from minisgl_backend.errors import ConfigError
 from minisgl_backend.kernels.dispatch import has_triton
 from minisgl_backend.model_check import checked_spec, context_of, state_dtype_name
 from minisgl_backend.models.hub import resolve_model
+from minisgl_backend.models.kernel_choice import has_hopper_kernels
 from minisgl_backend.models.spec import ModelSpec
 from minisgl_backend.parallel.connect import choose_comm
 from minisgl_backend.parallel.place import RankPlace
@@ -84,7 +85,7 @@ def resolve(options: EngineOptions, place: RankPlace) -> Resolved:
         else CpuDevice(num_cpu_threads(place, spec.num_parameters))
     )
     comm = choose_comm(options.comm, device.torch_device, place)
-    dtype = _dtype(options, device, spec)
+    dtype = dtype_of(options, device, spec)
     if device.is_host and place.rank == 0:
         _warn_of_slow_dtype(dtype)
     return Resolved(
@@ -134,17 +135,22 @@ def num_cpu_threads(place: RankPlace, num_weights: int) -> int:
     return max(1, num_threads - 1)
 
 
-def _dtype(options: EngineOptions, device: Device, spec: ModelSpec) -> torch.dtype:
+def dtype_of(options: EngineOptions, device: Device, spec: ModelSpec) -> torch.dtype:
     """The type of weights and activations: the option's, or a default for device and checkpoint.
 
-    The default on a GPU is the checkpoint's type, or bfloat16 if that has more than 16 bits.
+    The default on a GPU is the checkpoint's type, or bfloat16 if that has more than 16 bits. It is
+    also bfloat16 if weights are quantized and there are kernels for these: most checkpoints in four
+    bits say float16, for which there are none, and steps would take ten times as long.
     """
-    if device.is_host:
-        name = options.dtype or default_dtype(spec.dtype, spec.num_parameters)
+    if options.dtype is not None:
+        name = options.dtype
+    elif device.is_host:
+        name = default_dtype(spec.dtype, spec.num_parameters)
     else:
-        name = options.dtype or spec.dtype
-        if options.dtype is None and name not in ("bfloat16", "float16"):
-            name = "bfloat16"
+        is_quantized = spec.weights is not None or options.quantization is not None
+        has_kernels = has_hopper_kernels(device.torch_device, torch.bfloat16)
+        keeps = spec.dtype == "float16" and not (is_quantized and has_kernels)
+        name = "float16" if keeps else "bfloat16"
     dtype: torch.dtype = getattr(torch, name)
     return dtype
 

@@ -86,8 +86,8 @@ def resolve(options: EngineOptions, place: RankPlace) -> Resolved:
     )
     comm = choose_comm(options.comm, device.torch_device, place)
     dtype = dtype_of(options, device, spec)
-    if device.is_host and place.rank == 0:
-        _warn_of_slow_dtype(dtype)
+    if place.rank == 0:
+        _warn_of_slow_dtype(dtype, options, device, spec)
     return Resolved(
         options=options,
         place=place,
@@ -140,22 +140,35 @@ def dtype_of(options: EngineOptions, device: Device, spec: ModelSpec) -> torch.d
 
     The default on a GPU is the checkpoint's type, or bfloat16 if that has more than 16 bits. It is
     also bfloat16 if weights are quantized and there are kernels for these: most checkpoints in four
-    bits say float16, for which there are none, and steps would take ten times as long.
+    bits say float16, for which there are none.
     """
     if options.dtype is not None:
         name = options.dtype
     elif device.is_host:
         name = default_dtype(spec.dtype, spec.num_parameters)
     else:
-        is_quantized = spec.weights is not None or options.quantization is not None
-        has_kernels = has_hopper_kernels(device.torch_device, torch.bfloat16)
-        keeps = spec.dtype == "float16" and not (is_quantized and has_kernels)
+        keeps = spec.dtype == "float16" and not _is_bfloat16_needed(options, device, spec)
         name = "float16" if keeps else "bfloat16"
     dtype: torch.dtype = getattr(torch, name)
     return dtype
 
 
-def _warn_of_slow_dtype(dtype: torch.dtype) -> None:
+def _is_bfloat16_needed(options: EngineOptions, device: Device, spec: ModelSpec) -> bool:
+    """Whether weights are quantized, and the GPU has kernels for these in bfloat16 alone."""
+    is_quantized = spec.weights is not None or options.quantization is not None
+    return is_quantized and has_hopper_kernels(device.torch_device, torch.bfloat16)
+
+
+def _warn_of_slow_dtype(
+    dtype: torch.dtype, options: EngineOptions, device: Device, spec: ModelSpec
+) -> None:
+    if not device.is_host:
+        if dtype == torch.float16 and _is_bfloat16_needed(options, device, spec):
+            logger.warning(
+                "dtype=float16: the kernels for quantized weights take bfloat16 alone; "
+                "steps of few tokens are many times as long"
+            )
+        return
     if dtype.itemsize == 2 and not has_bfloat16():
         logger.warning(
             "dtype=%s on a processor without AVX512-BF16 or AMX: a prompt can take minutes; "

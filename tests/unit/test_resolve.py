@@ -12,6 +12,7 @@ import torch
 from minisgl_backend import resolve
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.models.catalog import parse_spec
+from minisgl_backend.parallel.place import RankPlace
 from tests.unit.models.config_jsons import LLAMA_3_1_8B
 
 AWQ = {"bits": 4, "group_size": 128, "quant_method": "awq", "version": "gemm", "zero_point": True}
@@ -42,3 +43,19 @@ def test_the_default_on_a_hopper_gpu(
     monkeypatch.setattr(resolve, "has_hopper_kernels", lambda *_: True)
     assert resolve.dtype_of(converted, device, spec) == torch.bfloat16
     assert resolve.dtype_of(replace(converted, dtype="float16"), device, spec) == torch.float16
+
+
+def test_a_slow_choice_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    device: Any = SimpleNamespace(is_host=False, torch_device=torch.device("cuda", 0))
+    monkeypatch.setattr(resolve, "has_hopper_kernels", lambda *_: True)
+    monkeypatch.setattr(resolve, "CudaDevice", lambda index: device)
+    monkeypatch.setattr(resolve, "device_kind", lambda options, num_ranks: "cuda")
+    place = RankPlace.first(1, None)
+    resolve.resolve(EngineOptions(dtype="float16"), place)
+    assert not caplog.messages
+    facts = resolve.resolve(EngineOptions(dtype="float16", quantization="fp8"), place)
+    assert facts.dtype == torch.float16
+    (message,) = caplog.messages
+    assert "kernels for quantized weights take bfloat16 alone" in message

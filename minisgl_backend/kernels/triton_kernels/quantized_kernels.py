@@ -4,12 +4,24 @@ Codes are decoded with integer operations, so any GPU can do it. Weights are as 
 or permuted (``kernels.packed_weight``).
 """
 
+from math import gcd
+from typing import Final
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from minisgl_backend.kernels.quantized import KINDS, QuantizedWeight
+
+_COLUMNS: Final = 64
+"""Outputs of a program of a GEMM."""
+_BLOCK: Final = 128
+"""Inputs that it takes at a time, at most."""
+_LEAST_BLOCK: Final = 32
+"""If fewer inputs share their scales, each number loads its own."""
+_STAGES: Final = 3
+"""Loads are that many steps ahead."""
 
 
 @triton.jit
@@ -99,6 +111,27 @@ def _load_numbers(
     else:
         column = k // COLUMNS_OF_BLOCK
     at = n // ROWS_OF_BLOCK * columns + column
+    numbers, of_row = _numbers(codes, KIND), n + 0 * k
+    return _scaled(
+        numbers, at, of_row, mask, scales_ptr, zeros_ptr, row_scales_ptr, KIND, ZEROS, OF_ROWS
+    )
+
+
+@triton.jit
+def _scaled(
+    numbers,
+    at,
+    of_row,
+    mask,
+    scales_ptr,
+    zeros_ptr,
+    row_scales_ptr,
+    KIND: tl.constexpr,
+    ZEROS: tl.constexpr,
+    OF_ROWS: tl.constexpr,
+):
+    """``numbers`` less their zeros, times their scales, which are ``at`` these places; ``of_row``
+    are their outputs. All are broadcast together."""
     if OF_ROWS:
         scale = _numbers(tl.load(scales_ptr + at, mask=mask, other=0), 1)
     elif KIND == 4:
@@ -106,7 +139,6 @@ def _load_numbers(
         scale = tl.exp2((exponents - 127).to(tl.float32))
     else:
         scale = tl.load(scales_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    numbers = _numbers(codes, KIND)
     if ZEROS:
         numbers -= tl.load(zeros_ptr + at, mask=mask, other=0).to(tl.float32)
     elif KIND == 2:
@@ -115,8 +147,51 @@ def _load_numbers(
         numbers -= 8
     numbers *= scale
     if OF_ROWS:
-        numbers *= tl.load(row_scales_ptr + (n + 0 * k), mask=mask, other=0.0)
+        numbers *= tl.load(row_scales_ptr + of_row, mask=mask, other=0.0)
     return numbers
+
+
+@triton.jit
+def _load_run(
+    codes_ptr,
+    scales_ptr,
+    zeros_ptr,
+    row_scales_ptr,
+    n,  # [COLUMNS, 1]
+    start,
+    has_output,  # [COLUMNS, 1]
+    width,
+    columns,
+    ROWS_OF_BLOCK: tl.constexpr,
+    COLUMNS_OF_BLOCK: tl.constexpr,
+    KIND: tl.constexpr,
+    ZEROS: tl.constexpr,
+    OF_ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The same for the inputs from ``start`` to ``start`` + BLOCK, which share their scales:
+    [COLUMNS, BLOCK]. Not permuted. Undefined beyond the last input."""
+    row = codes_ptr + n.to(tl.int64) * width
+    if KIND <= 2:
+        byte = start + tl.arange(0, BLOCK)[None, :]
+        codes = tl.load(row + byte, mask=has_output & (byte < width), other=0)
+    else:
+        byte = start // 2 + tl.arange(0, BLOCK // 2)[None, :]
+        both = tl.load(row + byte, mask=has_output & (byte < width), other=0)
+        codes = tl.interleave(both & 15, both >> 4)
+    at = n // ROWS_OF_BLOCK * columns + start // COLUMNS_OF_BLOCK
+    return _scaled(
+        _numbers(codes, KIND),
+        at,
+        n,
+        has_output,
+        scales_ptr,
+        zeros_ptr,
+        row_scales_ptr,
+        KIND,
+        ZEROS,
+        OF_ROWS,
+    )
 
 
 @triton.jit
@@ -181,8 +256,8 @@ def _quantized_linear(
     size,
     width,
     columns,
-    ROWS_OF_BLOCK,
-    COLUMNS_OF_BLOCK,
+    ROWS_OF_BLOCK: tl.constexpr,
+    COLUMNS_OF_BLOCK: tl.constexpr,
     KIND: tl.constexpr,
     ZEROS: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -191,32 +266,53 @@ def _quantized_linear(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     n = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     x_at = x_ptr + m[:, None].to(tl.int64) * x_stride
     acc = tl.zeros([COLUMNS, ROWS], tl.float32)
-    for start in range(0, size, BLOCK):
+    has_output = (n < out_features)[:, None]
+    for start in tl.range(0, size, BLOCK, num_stages=STAGES):
         k = start + tl.arange(0, BLOCK)
-        weight = _load_numbers(
-            codes_ptr,
-            scales_ptr,
-            zeros_ptr,
-            groups_ptr,
-            row_scales_ptr,
-            n[:, None],
-            k[None, :],
-            (n < out_features)[:, None] & (k < size)[None, :],
-            width,
-            columns,
-            ROWS_OF_BLOCK,
-            COLUMNS_OF_BLOCK,
-            KIND,
-            False,
-            ZEROS,
-            GROUPS,
-            OF_ROWS,
-        )  # [COLUMNS, BLOCK]
+        if not GROUPS and COLUMNS_OF_BLOCK % BLOCK == 0:
+            weight = _load_run(
+                codes_ptr,
+                scales_ptr,
+                zeros_ptr,
+                row_scales_ptr,
+                n[:, None],
+                start,
+                has_output,
+                width,
+                columns,
+                ROWS_OF_BLOCK,
+                COLUMNS_OF_BLOCK,
+                KIND,
+                ZEROS,
+                OF_ROWS,
+                BLOCK,
+            )  # [COLUMNS, BLOCK]
+        else:
+            weight = _load_numbers(
+                codes_ptr,
+                scales_ptr,
+                zeros_ptr,
+                groups_ptr,
+                row_scales_ptr,
+                n[:, None],
+                k[None, :],
+                has_output & (k < size)[None, :],
+                width,
+                columns,
+                ROWS_OF_BLOCK,
+                COLUMNS_OF_BLOCK,
+                KIND,
+                False,
+                ZEROS,
+                GROUPS,
+                OF_ROWS,
+            )
         x = tl.load(
             x_at + k[None, :], mask=(m < num_rows)[:, None] & (k < size)[None, :], other=0.0
         )
@@ -262,7 +358,8 @@ def launch_quantized_linear(
     """See ``minisgl_backend.kernels.quantized_linear.quantized_linear``."""
     num_rows, out_features = out.shape
     rows = 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64
-    columns = 32
+    columns = _COLUMNS
+    block = gcd(weight.block[1], _BLOCK)  # inputs that share their scales, if these are enough
     _quantized_linear[(triton.cdiv(out_features, columns), triton.cdiv(num_rows, rows))](
         out,
         x,
@@ -286,6 +383,7 @@ def launch_quantized_linear(
         BIAS=bias is not None,
         ROWS=rows,
         COLUMNS=columns,
-        BLOCK=128,
+        BLOCK=block if block >= _LEAST_BLOCK else _BLOCK,
+        STAGES=_STAGES,
         num_warps=4,
     )

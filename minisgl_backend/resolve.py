@@ -166,7 +166,7 @@ def _warn_of_slow_dtype(
         if dtype == torch.float16 and _is_bfloat16_needed(options, device, spec):
             logger.warning(
                 "dtype=float16: the kernels for quantized weights take bfloat16 alone; "
-                "steps of few tokens are many times as long"
+                "steps of few tokens take several times as long"
             )
         return
     if dtype.itemsize == 2 and not has_bfloat16():

@@ -28,7 +28,8 @@ fit none."""
 _ALONE: Final = [
     name
     for name in ARCHITECTURES
-    if name.endswith("ForCausalLM") and name != "HCXVisionV2ForCausalLM"  # which sees
+    if name.endswith(("ForCausalLM", "LMHeadModel"))
+    and name != "HCXVisionV2ForCausalLM"  # which sees
 ]
 _AROUND: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -50,8 +51,10 @@ _AROUND: Final[Mapping[str, str]] = MappingProxyType(
 @pytest.mark.parametrize("name", _ALONE)
 def test_keys_that_are_left_out(name: str) -> None:
     config_class = _config_class(name)
-    of_v2 = {"num_experts_per_tok": 6} if name == "DeepseekV2ForCausalLM" else {}
-    given: dict[str, Any] = config_class(head_dim=128, **of_v2).to_dict()
+    own: dict[str, Any] = {} if name == "FalconForCausalLM" else {"head_dim": 128}
+    if name == "DeepseekV2ForCausalLM":
+        own["num_experts_per_tok"] = 6
+    given: dict[str, Any] = config_class(**own).to_dict()
     del given["model_type"], given["transformers_version"]
     for key in given.keys() - _ALWAYS_GIVEN:
         if (name, key) in _NO_DEFAULT:

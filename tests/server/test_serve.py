@@ -199,7 +199,10 @@ def test_the_true_cause_of_a_failed_load(tmp_path: Path) -> None:
         (["--tritonserver", "/nowhere"], "there is no tritonserver at"),
         (["--device", "cpu", "--attention-backend", "fa"], "attention_backend=fa needs a GPU"),
         (["--device", "cpu", "--num-pages", "9999999999"], "num_pages=9999999999 of 16 positions"),
-        (["--tokenizer", str(Path(__file__).parent)], "read; the option tokenizer names a folder"),
+        (
+            ["--tokenizer", str(Path(__file__).parent)],
+            "one, and the option tokenizer names a folder",
+        ),
         (["--enable-lora", "true", "--lora-module", "a=/nowhere"], "folder /nowhere does not"),
         (["--http-port", "9", "--grpc-port", "9"], "--grpc-port 9 is that of another endpoint"),
         (["--health-port", "9", "--grpc-port", "9"], "--health-port 9 is that of another endpoint"),

@@ -297,6 +297,7 @@ class ModelSpec:
             "latent attention, beside which the layer has no pages": self.latent is not None,
             "bounded attention scores, which the layer does not know": self.scores.cap != 0,
             "sections of attention, with which the layer was not tried": self.sections,
+            "learned positions, with which the layer was not tried": self.positions is not None,
             "no output head": not self.generates,
             f"{self.vocab_size} tokens, and the layer {own.vocab_size} (vocab_size)": (
                 own.vocab_size != self.vocab_size

@@ -18,7 +18,13 @@ from minisgl_backend.models.eagle_checkpoint import EAGLE_NAMES, load_eagle
 from minisgl_backend.models.families.eagle_layers import read_eagle
 from minisgl_backend.models.spec import EagleSpec
 from minisgl_bench.dummy_model import SHAPES
-from tests.unit.models.config_jsons import DEEPSEEK_V3, GEMMA_2_9B, GLM_4_5_AIR, LLAMA_4_SCOUT
+from tests.unit.models.config_jsons import (
+    DEEPSEEK_V3,
+    GEMMA_2_9B,
+    GLM_4_5_AIR,
+    GPT_2,
+    LLAMA_4_SCOUT,
+)
 
 QWEN3_14B: Final = parse_spec(SHAPES["qwen3-14b"])
 PLAIN: Final[dict[str, Any]] = {
@@ -227,6 +233,7 @@ def test_windows_beside_the_layer() -> None:
         (DEEPSEEK_V3, {"hidden_size": 7168, "vocab_size": 129280}, "has latent attention, beside"),
         (GEMMA_2_9B, {}, "has bounded attention scores"),
         (LLAMA_4_SCOUT, {}, "has sections of attention"),
+        (GPT_2, {"hidden_size": 768, "vocab_size": 50257}, "has learned positions"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -3,7 +3,6 @@ by DeepSeek's router."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Final
@@ -18,6 +17,7 @@ from minisgl_backend.models.families.fields import (
     layers_with_experts,
     qk_normed_fields,
     read_window,
+    rotated_share,
     shared_experts,
     windows_by_kind,
 )
@@ -122,11 +122,7 @@ def read_minimax_m2(config: ConfigReader) -> ModelSpec:
     )
     if "rotary_dim" in config.values:
         head_dim = config.integer("head_dim", maximum=MOST_HEADS)
-        rotary_dim = config.integer("rotary_dim", maximum=head_dim)
-        rotated = rotary_dim / head_dim
-        if int(head_dim * rotated) < rotary_dim:  # the quotient was rounded down
-            rotated = math.nextafter(rotated, 1.0)
-        config = config.with_defaults(partial_rotary_factor=rotated)
+        config = config.with_defaults(partial_rotary_factor=rotated_share(config, head_dim))
     check_supported(config, _OF_MINIMAX_M2)
     if set(kinds := config.integers("attn_type_list")) - {1}:
         raise config.error("attn_type_list", "1 for each layer", kinds)

@@ -8,10 +8,16 @@ from types import MappingProxyType
 from typing import Final, Literal
 
 from minisgl_backend.attention.base import LayerHeads
-from minisgl_backend.models.bounds import MOST_HEADS, MOST_WIDTH
+from minisgl_backend.models.bounds import MOST_HEADS
 from minisgl_backend.models.common_fields import common_fields
 from minisgl_backend.models.config_json import ConfigReader
-from minisgl_backend.models.families.fields import check_supported, layer_norms, read_activation
+from minisgl_backend.models.families.fields import (
+    check_supported,
+    layer_norms,
+    outputs_of_qkv,
+    read_activation,
+    with_wide_blocks,
+)
 from minisgl_backend.models.spec import BiasesSpec, ModelSpec
 from minisgl_backend.models.tensor_names import TensorNames
 
@@ -45,10 +51,7 @@ def read_falcon(config: ConfigReader) -> ModelSpec:
         max_position_embeddings=2048,
         tie_word_embeddings=True,
     )
-    if "intermediate_size" not in config.values:
-        hidden_size = config.integer("hidden_size", maximum=MOST_WIDTH)
-        config = config.with_values(intermediate_size=4 * hidden_size)
-    fields = common_fields(config)
+    fields = common_fields(with_wide_blocks(config, "intermediate_size", "hidden_size"))
     heads: LayerHeads = fields["heads"]
     in_groups, is_shared = config.flag("new_decoder_architecture"), config.flag("multi_query", True)
     num_kv_heads = heads.num_heads
@@ -58,7 +61,6 @@ def read_falcon(config: ConfigReader) -> ModelSpec:
         num_kv_heads = 1
     fields["heads"] = heads = replace(heads, num_kv_heads=num_kv_heads)
     fields["norms"] = layer_norms(config, "layer_norm_epsilon")
-    queries, keys = (n * heads.head_dim for n in (heads.num_heads, num_kv_heads))
     end, bias = ".self_attn.query_key_value", config.flag("bias")
     num_norms = config.integer("num_ln_in_parallel_attn", 2, maximum=2) if in_groups else 1
     is_parallel = in_groups or config.flag("parallel_attn", True)
@@ -71,7 +73,7 @@ def read_falcon(config: ConfigReader) -> ModelSpec:
         activation=read_activation(config, "activation", "gelu"),
         names=TensorNames(
             renamed=_RENAMED,
-            merged={end: {"q_proj": queries, "k_proj": keys, "v_proj": keys}},
+            merged={end: outputs_of_qkv(heads)},
             by_head={end: num_kv_heads} if num_kv_heads > 1 else {},
         ),
         **fields,

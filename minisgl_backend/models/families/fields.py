@@ -5,15 +5,17 @@ What all families share is in ``models.common_fields``. Must not know any partic
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Final
 
+from minisgl_backend.attention.base import LayerHeads
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.experts_spec import GateLimits, RoutingRule, SharedExpert
 from minisgl_backend.gates import PlainActivation
-from minisgl_backend.models.bounds import MOST_EXPERTS
+from minisgl_backend.models.bounds import MOST_EXPERTS, MOST_WIDTH
 from minisgl_backend.models.common_fields import common_fields, read_rope
 from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.norms_spec import NormsSpec
@@ -82,6 +84,29 @@ def check_supported(config: ConfigReader, supported: Mapping[str, object]) -> No
     for key, only in supported.items():
         if (given := config.values.get(key, only)) != only:
             raise ConfigError(f"{config.where}: {key} {given!r} is not supported, only {only!r}")
+
+
+def rotated_share(config: ConfigReader, head_dim: int) -> float:
+    """The share of a head whose first ``rotary_dim`` dimensions rotate."""
+    rotary_dim = config.integer("rotary_dim", maximum=head_dim)
+    share = rotary_dim / head_dim
+    if int(head_dim * share) < rotary_dim:  # the quotient was rounded down
+        share = math.nextafter(share, 1.0)
+    return share
+
+
+def with_wide_blocks(config: ConfigReader, width: str, hidden_size: str) -> ConfigReader:
+    """The same with blocks of four times the hidden size, unless config.json gives their width.
+    Both are the names of keys."""
+    if width in config.values:
+        return config
+    return config.with_values(**{width: 4 * config.integer(hidden_size, maximum=MOST_WIDTH)})
+
+
+def outputs_of_qkv(heads: LayerHeads) -> dict[str, int]:
+    """The numbers of outputs of queries, keys and values in one projection."""
+    keys = heads.num_kv_heads * heads.head_dim
+    return {"q_proj": heads.num_heads * heads.head_dim, "k_proj": keys, "v_proj": keys}
 
 
 def read_activation(config: ConfigReader, key: str, default: str) -> PlainActivation:

@@ -8,14 +8,17 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from minisgl_backend.attention.base import LayerHeads
-from minisgl_backend.models.bounds import MOST_HEADS, MOST_WIDTH
+from minisgl_backend.models.bounds import MOST_HEADS
 from minisgl_backend.models.common_fields import common_fields
 from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.families.fields import (
     check_supported,
     layer_norms,
+    outputs_of_qkv,
     positions_by_table,
     read_activation,
+    rotated_share,
+    with_wide_blocks,
 )
 from minisgl_backend.models.spec import BiasesSpec, ModelSpec
 from minisgl_backend.models.tensor_names import TensorNames
@@ -64,7 +67,7 @@ def read_gpt2(config: ConfigReader) -> ModelSpec:
     """``GPT2LMHeadModel``: learned positions, LayerNorms, GELU in place of gates, and weights with
     inputs before outputs."""
     fields = _gpt_fields(config.with_defaults(n_positions=1024, tie_word_embeddings=True))
-    merged = {".self_attn.c_attn": _merged(fields["heads"])}
+    merged = {".self_attn.c_attn": outputs_of_qkv(fields["heads"])}
     return ModelSpec(
         architecture="GPT2LMHeadModel",
         biases=BiasesSpec(qkv=True, output=True, mlp=True),
@@ -88,7 +91,7 @@ def read_gpt_bigcode(config: ConfigReader) -> ModelSpec:
     else:
         by_head = {end: heads.num_heads}
     names = TensorNames(
-        renamed=_RENAMED, merged={end: _merged(heads)}, by_head=by_head, buffers=_MASKS
+        renamed=_RENAMED, merged={end: outputs_of_qkv(heads)}, by_head=by_head, buffers=_MASKS
     )
     return ModelSpec(
         architecture="GPTBigCodeForCausalLM",
@@ -103,11 +106,10 @@ def read_gptj(config: ConfigReader) -> ModelSpec:
     attention and feed-forward side by side, and a head with biases."""
     config = config.with_defaults(n_positions=2048, n_embd=4096, n_layer=28, n_head=16)
     fields = _gpt_fields(config.with_defaults(vocab_size=50_400))
-    head_dim = fields["heads"].head_dim
     if "rotary_dim" in config.nulls:
         raise config.error("rotary_dim", "a number", None)
-    rotated = config.integer("rotary_dim", 64, maximum=head_dim)
-    fields["rope"] = replace(fields["rope"], interleaved=True, rotated=rotated / head_dim)
+    rotated = rotated_share(config.with_defaults(rotary_dim=64), fields["heads"].head_dim)
+    fields["rope"] = replace(fields["rope"], interleaved=True, rotated=rotated)
     return ModelSpec(
         architecture="GPTJForCausalLM",
         biases=BiasesSpec(mlp=True, head=not fields["tie_embeddings"]),
@@ -129,9 +131,8 @@ def read_gpt_neox(config: ConfigReader) -> ModelSpec:
         num_attention_heads=64,
         intermediate_size=24_576,
         max_position_embeddings=2048,
+        partial_rotary_factor=0.25,
     )
-    if "partial_rotary_factor" not in config.table("rope_parameters"):
-        config = config.with_defaults(partial_rotary_factor=0.25)
     function = read_activation(config, "hidden_act", "gelu")
     fields = common_fields(config.with_values(hidden_act="silu"), partial=True)
     heads: LayerHeads = fields["heads"]
@@ -147,7 +148,7 @@ def read_gpt_neox(config: ConfigReader) -> ModelSpec:
             (".mlp.dense_h_to_4h.", ".mlp.up_proj."),
             (".mlp.dense_4h_to_h.", ".mlp.down_proj."),
         ),
-        merged={end: _merged(heads)},
+        merged={end: outputs_of_qkv(heads)},
         by_head={end: heads.num_heads},
         buffers=_MASKS,
     )
@@ -168,18 +169,10 @@ def _gpt_fields(config: ConfigReader) -> dict[str, Any]:
     check_supported(config, _SUPPORTED)
     function = read_activation(config, "activation_function", "gelu_new")
     config = config.with_defaults(vocab_size=50_257, n_embd=768, n_layer=12, n_head=12)
-    if "n_inner" not in config.values:
-        hidden_size = config.integer("n_embd", maximum=MOST_WIDTH)
-        config = config.with_values(n_inner=4 * hidden_size)
-    if "num_key_value_heads" in config.values:  # transformers writes what follows from multi_query
-        num_heads = config.integer("n_head", maximum=MOST_HEADS)
-        config = config.with_values(num_key_value_heads=num_heads)
+    # transformers also writes num_key_value_heads, which follows from multi_query
+    num_heads = config.integer("n_head", maximum=MOST_HEADS)
+    config = with_wide_blocks(config, "n_inner", "n_embd")
+    config = config.with_values(num_key_value_heads=num_heads)
     fields = common_fields(config.respelled(_KEYS))
     more = {"gate": None, "activation": function}
     return fields | more | {"norms": layer_norms(config, "layer_norm_epsilon")}
-
-
-def _merged(heads: LayerHeads) -> dict[str, int]:
-    """The numbers of outputs of queries, keys and values in one projection."""
-    keys = heads.num_kv_heads * heads.head_dim
-    return {"q_proj": heads.num_heads * heads.head_dim, "k_proj": keys, "v_proj": keys}

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from minisgl_backend.models.common_fields import common_fields
 from minisgl_backend.models.config_json import ConfigReader
-from minisgl_backend.models.families.fields import attention_biases, check_supported
+from minisgl_backend.models.families.fields import attention_biases, check_supported, layer_norms
 from minisgl_backend.models.spec import ModelSpec
 
 
 def read_jais2(config: ConfigReader) -> ModelSpec:
     """``Jais2ForCausalLM``."""
     check_supported(config, {"hidden_act": "relu2"})
-    eps = config.number("layer_norm_eps", 1e-5)
-    config = config.with_values(hidden_act="silu", rms_norm_eps=eps)
+    config = config.with_values(hidden_act="silu")
     fields = common_fields(config.with_defaults(max_position_embeddings=8192))
-    fields["norms"] = replace(fields["norms"], centered=True, biased=True)
+    fields["norms"] = layer_norms(config, "layer_norm_eps")
     return ModelSpec(
         architecture="Jais2ForCausalLM",
         gate=None,

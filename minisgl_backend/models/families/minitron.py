@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from minisgl_backend.models.common_fields import common_fields
 from minisgl_backend.models.config_json import ConfigReader
-from minisgl_backend.models.families.fields import attention_biases, check_supported
+from minisgl_backend.models.families.fields import attention_biases, check_supported, layer_norms
 from minisgl_backend.models.spec import ModelSpec
 
 
@@ -14,11 +14,11 @@ def read_nemotron(config: ConfigReader) -> ModelSpec:
     """``NemotronForCausalLM``: LayerNorms, whose weights are stored less 1, the square of ReLU in
     place of gates, and heads of which a part rotates, by default half."""
     check_supported(config, {"hidden_act": "relu2"})
-    config = config.with_values(
-        hidden_act="silu", rms_norm_eps=config.number("norm_eps", 1e-5)
-    ).with_defaults(partial_rotary_factor=0.5, max_position_embeddings=4096)
+    config = config.with_values(hidden_act="silu").with_defaults(
+        partial_rotary_factor=0.5, max_position_embeddings=4096
+    )
     fields = common_fields(config, partial=True)
-    fields["norms"] = replace(fields["norms"], centered=True, biased=True, offset=1.0)
+    fields["norms"] = replace(layer_norms(config, "norm_eps"), offset=1.0)
     return ModelSpec(
         architecture="NemotronForCausalLM",
         gate=None,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from minisgl_backend.attention.base import LayerHeads
 from minisgl_backend.models.common_fields import common_fields
 from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.families.fields import (
     check_supported,
     layer_norms,
+    outputs_of_qkv,
     read_activation,
     read_window,
 )
@@ -37,9 +37,8 @@ def read_phi(config: ConfigReader) -> ModelSpec:
         num_hidden_layers=24,
         num_attention_heads=32,
         max_position_embeddings=2048,
+        partial_rotary_factor=0.5,
     )
-    if "partial_rotary_factor" not in config.table("rope_parameters"):
-        config = config.with_defaults(partial_rotary_factor=0.5)
     function = read_activation(config, "hidden_act", "gelu_new")
     fields = common_fields(config.with_values(hidden_act="silu"), partial=True)
     fields["norms"] = layer_norms(config, "layer_norm_eps")
@@ -60,11 +59,9 @@ def read_phi3(config: ConfigReader) -> ModelSpec:
     that rotate only in part."""
     config = config.with_defaults(rms_norm_eps=1e-5, max_position_embeddings=4096)
     fields = common_fields(_longrope(config), partial=True)
-    heads: LayerHeads = fields["heads"]
-    queries, keys = (n * heads.head_dim for n in (heads.num_heads, heads.num_kv_heads))
     inner = fields["intermediate_size"]
     merged = {
-        ".self_attn.qkv_proj": {"q_proj": queries, "k_proj": keys, "v_proj": keys},
+        ".self_attn.qkv_proj": outputs_of_qkv(fields["heads"]),
         ".mlp.gate_up_proj": {"gate_proj": inner, "up_proj": inner},
     }
     fields["windows"] = (read_window(config),) * fields["num_layers"]

@@ -12,9 +12,7 @@ def read_stablelm(config: ConfigReader) -> ModelSpec:
     """``StableLmForCausalLM``: attention and feed-forward one after the other, or side by side on
     the same norm. Without norms of queries and keys, which the 12B model has."""
     check_supported(config, {"qk_layernorm": False})
-    config = config.with_defaults(max_position_embeddings=4096)
-    if "partial_rotary_factor" not in config.table("rope_parameters"):
-        config = config.with_defaults(partial_rotary_factor=0.25)
+    config = config.with_defaults(max_position_embeddings=4096, partial_rotary_factor=0.25)
     fields = common_fields(config, partial=True)
     fields["norms"] = layer_norms(config, "layer_norm_eps")
     return ModelSpec(

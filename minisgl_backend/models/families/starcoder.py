@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Final
 
 from minisgl_backend.models.common_fields import common_fields
 from minisgl_backend.models.config_json import ConfigReader
-from minisgl_backend.models.families.fields import check_supported, read_window
+from minisgl_backend.models.families.fields import check_supported, layer_norms, read_window
 from minisgl_backend.models.spec import BiasesSpec, ModelSpec
 from minisgl_backend.models.tensor_names import TensorNames
 
@@ -27,12 +26,12 @@ _SUPPORTED: Final[Mapping[str, object]] = MappingProxyType(
 def read_starcoder2(config: ConfigReader) -> ModelSpec:
     """``Starcoder2ForCausalLM``: all layers may have a window, and all projections biases."""
     check_supported(config, _SUPPORTED)
-    config = config.with_values(
-        hidden_act="silu", rms_norm_eps=config.number("norm_epsilon", 1e-5)
-    ).with_defaults(num_key_value_heads=2, max_position_embeddings=4096, tie_word_embeddings=True)
+    config = config.with_values(hidden_act="silu").with_defaults(
+        num_key_value_heads=2, max_position_embeddings=4096, tie_word_embeddings=True
+    )
     fields = common_fields(config)
     fields["windows"] = (read_window(config),) * fields["num_layers"]
-    fields["norms"] = replace(fields["norms"], centered=True, biased=True)
+    fields["norms"] = layer_norms(config, "norm_epsilon")
     bias = config.flag("use_bias", True)
     return ModelSpec(
         architecture="Starcoder2ForCausalLM",

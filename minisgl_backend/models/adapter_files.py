@@ -79,8 +79,8 @@ class AdapterFile:
             for key in (factors.a, factors.b):
                 if key not in held:  # it was there when the file was opened
                     raise ConfigError(f"the adapter lacks {key}")
-            b = held[factors.b]
-            yield name, held[factors.a], torch.cat([b[rows] for rows in factors.rows])
+            parts = [held[factors.b][rows] for rows in factors.rows]
+            yield name, held[factors.a], parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def complaint(self, dtype: torch.dtype) -> str:
         """What is wrong with numbers that are not finite, once B is scaled, in ``dtype``."""
@@ -189,8 +189,9 @@ def _parts(module: str, num_rows: int, names: TensorNames) -> dict[str, tuple[sl
     them in the order of a bias, also if the weight is stored with inputs before outputs."""
     parts: dict[str, tuple[slice, ...]] = {}
     for bias, stored in names.weights(f"{module}.bias", (num_rows,)):
-        rows = [rows for (rows,) in stored.regions_within((slice(0, *stored.shape),))]
-        parts[bias.removesuffix(".bias")] = tuple(found for found in rows if type(found) is slice)
+        regions = stored.regions_within((slice(None),))
+        rows = tuple(part for (part,) in regions if isinstance(part, slice))  # no stack of experts
+        parts[bias.removesuffix(".bias")] = rows
     return parts
 
 

@@ -209,17 +209,7 @@ def test_adapters_may_have_the_names_of_the_checkpoint(
     """One name may stand for several projections, or belong to the text part of a larger model."""
     theirs = write_checkpoint(case, tmp_path)
     path = write_adapter_of(theirs, tmp_path / "adapter", rank=6, targets=targets)
-    model = load_model(tmp_path, context=CONTEXT)
-    slots = AdapterSlots(model, 1, 8, torch.device("cpu"))
-    store = AdapterStore(slots, pinned=False)
-    adapter = Adapter(1, "adapter", str(path), store.read(1, path))
-    prompts = prompts_with_shared_prefixes(vocab_size=VOCAB_SIZE, longest=60, seed=7)
-    with TinyEngine(
-        model, page_size=16, context=CONTEXT, adapter_slots=slots, adapter_store=store
-    ) as engine:
-        outcome = engine.run(prompts, [GREEDY] * len(prompts), [adapter] * len(prompts))
-    adapted = merged(theirs, path)
-    assert outcome.tokens == Answers([adapted] * len(prompts), prompts).tokens(outcome.tokens)
+    check_tokens(tmp_path, path, merged(theirs, path))
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -235,18 +225,22 @@ def test_adapters_of_weights_with_inputs_first(tmp_path: Path) -> None:
         if ".lora_" in name:
             parameter.data.normal_(std=0.2, generator=generator)
     adapted.save_pretrained(tmp_path / "adapter")
-    model = load_model(tmp_path, context=CONTEXT)
+    check_tokens(tmp_path, tmp_path / "adapter", adapted.merge_and_unload())
+
+
+def check_tokens(folder: Path, path: Path, expected: Any) -> None:
+    """The model in ``folder`` with the adapter at ``path`` must answer as transformers' model
+    ``expected``."""
+    model = load_model(folder, context=CONTEXT)
     slots = AdapterSlots(model, 1, 8, torch.device("cpu"))
     store = AdapterStore(slots, pinned=False)
-    path = tmp_path / "adapter"
     adapter = Adapter(1, "adapter", str(path), store.read(1, path))
     prompts = prompts_with_shared_prefixes(vocab_size=VOCAB_SIZE, longest=60, seed=7)
     with TinyEngine(
         model, page_size=16, context=CONTEXT, adapter_slots=slots, adapter_store=store
     ) as engine:
         outcome = engine.run(prompts, [GREEDY] * len(prompts), [adapter] * len(prompts))
-    expected = Answers([adapted.merge_and_unload()] * len(prompts), prompts)
-    assert outcome.tokens == expected.tokens(outcome.tokens)
+    assert outcome.tokens == Answers([expected] * len(prompts), prompts).tokens(outcome.tokens)
 
 
 @pytest.mark.parametrize("reference", MODELS, indirect=True)

@@ -52,8 +52,8 @@ class OutputHead(nn.Module):
         self.share = min(len(first_splits) * split_size(vocab_size), aligned)
         self.start = self.share * group.rank
         held = Share(vocab_size, min(self.start, vocab_size), self._num_held(group.rank))
-        whole = Share(hidden_size, 0, hidden_size)
-        self.matrix = matrices.make({name: held}, whole, out_features=self.share)
+        inputs = Share(hidden_size, 0, hidden_size)
+        self.matrix = matrices.make({name: held}, inputs, out_features=self.share)
         self.bias = empty_parameter(self.share) if bias else None
 
     def part(self, x: Normed, out: Tensor | None = None) -> Tensor:

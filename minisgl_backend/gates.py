@@ -35,10 +35,12 @@ class ClampedGate:
 
 @dataclass(frozen=True, slots=True)
 class LimitedGate:
-    """That of some layers of Ling 3.0 and Step 3.5: up * silu(gate), with silu(gate) at most
-    ``limit`` and up within ``limit`` of 0."""
+    """SiLU with a limit: up * silu(gate), with silu(gate) at most ``limit``, as in some layers of
+    Ling 3.0 and Step 3.5, or if ``on_input`` the gate itself, as in Hy4; and up within ``limit`` of
+    0."""
 
     limit: float
+    on_input: bool = False
 
 
 ExpertsGate: TypeAlias = Gate | ClampedGate | LimitedGate

@@ -109,6 +109,7 @@ def check_invariant_spec(spec: ModelSpec) -> None:
         "norms that subtract the mean": spec.norms.centered,
         "layers of a single part": bool(spec.single_parts),
         "learned positions": spec.positions is not None,
+        "several residual streams": spec.streams is not None,
         "layers whose parts are side by side": spec.parallel in ("parts", "normed parts"),
         "routers that compute in float32": experts is not None and experts.routing.wide,
         "routers with biases": experts is not None and experts.biases,

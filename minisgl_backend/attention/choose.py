@@ -325,7 +325,9 @@ def _expansion(prefill: str, setting: AttentionSetting) -> ChunkExpansion | None
         return None
     if setting.device.type == "cpu":
         return ExpandedPrefill(setting, ragged_attention_reference)
-    can_run = _why_not_flash_attn(replace(setting, kv_dtype=setting.dtype)) is None
+    # neither pages nor sinks reach the kernel
+    alone = replace(setting, kv_dtype=setting.dtype, shape=replace(setting.shape, sinks=False))
+    can_run = _why_not_flash_attn(alone) is None
     is_known = (heads.key_dim, heads.value_dim) in HEADS_OF_FLASH_ATTN
     if prefill != "fa" or not (can_run and is_known):
         return None
@@ -354,6 +356,8 @@ def _why_not_flash_attn(setting: AttentionSetting) -> str | None:
         return reason
     if setting.kv_dtype not in (torch.bfloat16, torch.float16):
         return f"needs KV pages of bfloat16 or float16, not {_name(setting.kv_dtype)}"
+    if setting.shape.sinks and setting.shape.latent_dim is not None:
+        return "has no kernels for attention sinks beside latents: take triton or sdpa"
     if setting.shape.sinks and setting.dtype != torch.bfloat16:
         return f"needs dtype bfloat16 for attention sinks, not {_name(setting.dtype)}"
     head_dim, latent_dim = setting.shape.head_dim, setting.shape.latent_dim

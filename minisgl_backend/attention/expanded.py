@@ -11,7 +11,7 @@ bound the memory:
       no mask         causal
 
 Each piece, the own one first, is a call of one kernel for all chunks, and results are merged by
-their log-sum-exps.
+their log-sum-exps, by which sinks are also taken into account.
 
 Knows positions, pages and sizes. Must not know weights: the layer expands latents.
 """
@@ -121,6 +121,9 @@ class _PlannedChunks:
             share = (of_part - lses).sigmoid_()  # [num_heads, num_tokens]
             found = torch.lerp(found, part, share.mT[:, :, None].to(part.dtype))
             lses = torch.logaddexp(lses, of_part)
+        if kv.sinks is not None:
+            share = (lses - kv.sinks[:, None]).sigmoid_()
+            found = found * share.mT[:, :, None].to(found.dtype)
         out[self.tokens] = found
 
     def _attend(

@@ -26,8 +26,8 @@ def gate_mul(
     from minisgl_backend.kernels.triton_kernels.layer_kernels import launch_gated_mul
 
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-    limit = function.limit if isinstance(function, LimitedGate) else None
-    launch_gated_mul(out, gate, up, gelu=function == "gelu", limit=limit, pdl=pdl)
+    limited = function if isinstance(function, LimitedGate) else None
+    launch_gated_mul(out, gate, up, gelu=function == "gelu", limited=limited, pdl=pdl)
     return out
 
 
@@ -36,7 +36,11 @@ def gate_mul_reference(gate: Tensor, up: Tensor, function: Gate | LimitedGate) -
     wide = at_least_float32(gate)
     if isinstance(function, LimitedGate):
         limit = function.limit
-        return F.silu(wide).clamp(max=limit).mul_(up.clamp(-limit, limit)).to(gate.dtype)
+        if function.on_input:
+            opened = F.silu(wide.clamp(max=limit))
+        else:
+            opened = F.silu(wide).clamp(max=limit)
+        return opened.mul_(up.clamp(-limit, limit)).to(gate.dtype)
     opened = F.silu(wide) if function == "silu" else F.gelu(wide, approximate="tanh")
     return opened.mul_(up).to(gate.dtype)
 

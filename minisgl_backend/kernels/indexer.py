@@ -31,17 +31,26 @@ def rope_store_index(
     norm_weight: Tensor,
     norm_bias: Tensor,
     eps: float,
+    rotates_last: bool = False,
     pdl: bool = False,
 ) -> None:
     """Rotate the index queries ``q`` in place, and store the index keys of tokens.
 
-    ``q`` [num_tokens, num_heads, key_dim] is contiguous. ``k`` [num_tokens, key_dim], which may be
+    ``q`` [num_tokens, num_heads, key_dim] is contiguous; its first columns rotate, or with
+    ``rotates_last`` the last. ``k`` [num_tokens, key_dim], which may be
     strided along tokens, gets a LayerNorm and is rotated; it goes to the token's slot in
     ``index_keys`` [num_pages + 1, page_size, key_dim], which may be float8.
     """
     if not use_triton(q):
         rope_store_index_reference(
-            q, k, places, index_keys, norm_weight=norm_weight, norm_bias=norm_bias, eps=eps
+            q,
+            k,
+            places,
+            index_keys,
+            norm_weight=norm_weight,
+            norm_bias=norm_bias,
+            eps=eps,
+            rotates_last=rotates_last,
         )
         return
     from minisgl_backend.kernels.triton_kernels.indexer_kernels import launch_rope_store_index
@@ -57,6 +66,7 @@ def rope_store_index(
         norm_bias=norm_bias,
         eps=eps,
         interleaved=places.interleaved,
+        rotates_last=rotates_last,
         pdl=pdl,
     )
 
@@ -70,11 +80,17 @@ def rope_store_index_reference(
     norm_weight: Tensor,
     norm_bias: Tensor,
     eps: float,
+    rotates_last: bool = False,
 ) -> None:
     """The twin of ``rope_store_index``; float64 stays float64."""
-    q.copy_(rotated(at_least_float32(q), places))
+    first = q.shape[2] - places.cos_sin.shape[1] if rotates_last else 0
+
+    def turned(heads: Tensor) -> Tensor:
+        return torch.cat([heads[..., :first], rotated(heads[..., first:], places)], dim=-1)
+
+    q.copy_(turned(at_least_float32(q)))
     normed = F.layer_norm(at_least_float32(k), norm_weight.shape, None, None, eps)
-    keys = rotated((normed * norm_weight + norm_bias)[:, None], places)
+    keys = turned((normed * norm_weight + norm_bias)[:, None])
     store(index_keys[:, :, None], places, keys, None)
 
 

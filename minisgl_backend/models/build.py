@@ -18,6 +18,7 @@ from torch import nn
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.layers.experts import ExpertsMLP
+from minisgl_backend.layers.hyper_connection import HyperConnection
 from minisgl_backend.layers.linear import MergedColumnLinear, RowLinear
 from minisgl_backend.layers.matrix import Matrix
 from minisgl_backend.layers.norm import HeadNorm, RMSNorm
@@ -245,7 +246,7 @@ def _cast(module: nn.Module, dtype: torch.dtype) -> None:
     its parameters get it."""
     if isinstance(module, DraftedTokens):
         return
-    if isinstance(module, (Matrix, StoredWeight, Router)):
+    if isinstance(module, (Matrix, StoredWeight, Router, HyperConnection)):
         module.cast(dtype)
         return
     for parameter in module.parameters(recurse=False):

@@ -79,6 +79,7 @@ from minisgl_backend.models.families.granite import (
     read_granite_swa,
 )
 from minisgl_backend.models.families.hunyuan import read_hunyuan_dense, read_hunyuan_moe
+from minisgl_backend.models.families.hy_v4 import read_hy_v4
 from minisgl_backend.models.families.hyperclova import read_hyperclovax
 from minisgl_backend.models.families.jais import read_jais2
 from minisgl_backend.models.families.kimi_linear import read_kimi_linear
@@ -290,6 +291,7 @@ ARCHITECTURES: Final[Mapping[str, Callable[[ConfigReader], ModelSpec]]] = Mappin
         "DeepseekV3ForCausalLM": read_deepseek_v3,
         "DeepseekV32ForCausalLM": read_deepseek_v32,
         "GlmMoeDsaForCausalLM": read_glm_moe_dsa,
+        "HYV4ForCausalLM": read_hy_v4,
         "KimiK25ForConditionalGeneration": read_kimi_k25,
         "Kimi_K25ForConditionalGeneration": read_kimi_k25,
         "KimiLinearForCausalLM": read_kimi_linear,

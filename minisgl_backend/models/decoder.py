@@ -2,8 +2,8 @@
 
 The tokens of all rows of a step go through it as one flat batch, [num_tokens, hidden_size]; only
 token mixing distinguishes rows. Modules have the names of the checkpoint's tensors, by which the
-loader finds their places. The residual stream is one tensor, updated in place if a kernel can do
-so.
+loader finds their places. The residual stream, or several, is one tensor, updated in place if a
+kernel can do so.
 
 Each matrix chooses its kernel by the number of tokens (``layers.matrix``); all kernels give the
 same values up to rounding. Nothing here waits for a GPU or depends on values there, so all of it
@@ -39,6 +39,7 @@ from minisgl_backend.layers.norm import Normed, add_sum, is_sum_fused
 from minisgl_backend.layers.quantized_matrix import Matrices
 from minisgl_backend.models.decoder_layers import (
     DecoderLayer,
+    HyperLayer,
     LayerNormLayer,
     LayerRecipe,
     MakeExperts,
@@ -46,6 +47,7 @@ from minisgl_backend.models.decoder_layers import (
     ParallelLayer,
     PostNormLayer,
     SinglePartLayer,
+    hyper_connection,
     residual_norm,
 )
 from minisgl_backend.models.eagle import EagleLayer
@@ -68,7 +70,13 @@ _PDL_TOKENS: Final = 256
 """Up to these sizes, starting kernels early (PDL) is at least as fast on an H200."""
 
 Layer: TypeAlias = (
-    DecoderLayer | SinglePartLayer | ParallelLayer | LayerNormLayer | PostNormLayer | Gemma4Layer
+    DecoderLayer
+    | HyperLayer
+    | SinglePartLayer
+    | ParallelLayer
+    | LayerNormLayer
+    | PostNormLayer
+    | Gemma4Layer
 )
 
 
@@ -104,6 +112,7 @@ class _Body(nn.Module):
         self.layer_inputs: LayerInputsMaker | None = None
         if spec.layer_inputs is not None:
             self.layer_inputs = LayerInputsMaker(spec, spec.layer_inputs, group, matrices)
+        self.hc_head = None if spec.streams is None else hyper_connection(spec, writes=False)
         self.norm = residual_norm(spec, spec.scales.logits, offset=spec.norms.final_offset)
 
 
@@ -281,6 +290,9 @@ class Decoder(nn.Module):
         """
         spec = self.spec
         residual, x = self._embedded(tokens, positions)
+        if spec.streams is not None:
+            # [num_tokens, num_streams, hidden_size]
+            residual = residual[:, None].repeat(1, spec.streams.count, 1)
         layer_inputs: Tensor | None = None
         if self.model.layer_inputs is not None:
             layer_inputs = self.model.layer_inputs(tokens, residual)
@@ -319,6 +331,8 @@ class Decoder(nn.Module):
                 residual, x = layer(residual, x, norm, steps[self._places_of[index]])
         if len(layers) in parts:
             self._keep_stream(residual, parts[len(layers)])
+        if self.model.hc_head is not None:
+            residual, _ = self.model.hc_head.read(residual, pdl=pdl)
         return LayersOutput(residual, residual if for_mtp is None else for_mtp)
 
     def _keep_stream(self, residual: Tensor, out: Tensor) -> None:
@@ -431,6 +445,8 @@ def _layer(recipe: LayerRecipe) -> Layer:
         return MTPLayer(recipe)
     if spec.scaled_layers:
         return Gemma4Layer(recipe)
+    if spec.streams is not None:
+        return HyperLayer(recipe)
     if spec.single_parts:
         return SinglePartLayer(recipe)
     if spec.parallel in ("parts", "normed parts"):

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from minisgl_backend.experts_spec import ExpertsSpec
 from minisgl_backend.layers.experts import ExpertsMLP
 from minisgl_backend.layers.feed_forward import FeedForward, GatedMLP, UngatedMLP
+from minisgl_backend.layers.hyper_connection import HyperConnection
 from minisgl_backend.layers.norm import Normed, RMSNorm, add_normed, add_sum
 from minisgl_backend.layers.quantized_matrix import Matrices
 from minisgl_backend.models.gated_delta_net import GatedDeltaNet
@@ -129,6 +130,41 @@ class NormedExpertsLayer(DecoderLayer):
         after = self.post_feedforward_layernorm
         x, _ = add_normed(residual, part, after, next_norm, pdl=step.pdl)
         return residual, x
+
+
+class HyperLayer(_TwoPartLayer):
+    """Token mixing and feed-forward, each of which reads and writes several residual streams by a
+    hyper-connection (Hy4). What it reads is normalized."""
+
+    def __init__(self, recipe: LayerRecipe):
+        super().__init__(recipe)
+        assert isinstance(self.mixer, (SelfAttention, LatentAttention))
+        self.post_attention_layernorm = residual_norm(recipe.spec)
+        self.attn_hc = hyper_connection(recipe.spec)
+        self.ffn_hc = hyper_connection(recipe.spec)
+
+    @property
+    def first_norm(self) -> RMSNorm | None:
+        """None: the layer normalizes what it reads of the streams."""
+        return None
+
+    @property
+    def mixer(self) -> SelfAttention | LatentAttention:
+        return cast("SelfAttention | LatentAttention", super().mixer)
+
+    def forward(
+        self, residual: Tensor, x: Normed, next_norm: RMSNorm | None, step: StepContext
+    ) -> tuple[Tensor, Normed]:
+        """The streams [num_tokens, num_streams, hidden_size] with the outputs of both parts, not
+        normalized."""
+        read, weights = self.attn_hc.read(residual, pdl=step.pdl)
+        part = self.mixer.output(Normed(read, self.input_layernorm), step)
+        self.attn_hc.write(residual, part, weights, pdl=step.pdl)
+        read, weights = self.ffn_hc.read(residual, pdl=step.pdl)
+        x = Normed(read, self.post_attention_layernorm)
+        part = self.mlp.output(x, pdl=step.pdl, adapted=step.adapted)
+        self.ffn_hc.write(residual, part, weights, pdl=step.pdl)
+        return residual, Normed(residual)
 
 
 class SinglePartLayer(nn.Module):
@@ -290,6 +326,18 @@ def residual_norm(spec: ModelSpec, scale: float = 1.0, *, offset: float | None =
         centered=norms.centered,
         biased=norms.biased,
         weighted=norms.weighted,
+    )
+
+
+def hyper_connection(spec: ModelSpec, *, writes: bool = True) -> HyperConnection:
+    """That of a part of a layer or, if it only reads, of the final norm."""
+    assert spec.streams is not None
+    return HyperConnection(
+        spec.streams.count,
+        spec.hidden_size,
+        eps=spec.streams.eps,
+        norm_eps=spec.norms.eps,
+        magnitude=spec.streams.magnitude if writes else None,
     )
 
 

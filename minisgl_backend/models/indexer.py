@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Final
 
 from torch import Tensor, nn
 
@@ -22,8 +21,6 @@ from minisgl_backend.layers.quantized_matrix import Matrices
 from minisgl_backend.layers.weight_place import Place, Share, collect_places, empty_parameter, whole
 from minisgl_backend.models.latent_spec import IndexerSpec
 from minisgl_backend.models.token_mixing import StepContext
-
-_NORM_EPS: Final = 1e-6
 
 
 class Indexer(nn.Module):
@@ -70,7 +67,8 @@ class Indexer(nn.Module):
             index_keys,
             norm_weight=self.k_norm,
             norm_bias=self.k_norm_bias,
-            eps=_NORM_EPS,
+            eps=self.spec.norm_eps,
+            rotates_last=self.spec.rotates_last,
             pdl=pdl,
         )
         chooses = step.attend.rows if isinstance(step.attend, AttendExpanded) else step.attend

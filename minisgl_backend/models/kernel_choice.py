@@ -245,10 +245,10 @@ def has_fused_layers(spec: ModelSpec) -> bool:
     """Whether the kernels for whole layers (``use_tensor_cores``) know everything that the layers
     of such a model compute. Sizes and weight formats, which also matter, are not checked here.
 
-    The kernels do not know norms of the outputs of a layer's parts, LayerNorms, layers of a single
-    part, of parts side by side or of two mixers, latent attention, blocks without gates, experts
-    with a latent, a norm of their output or limits of gates in some layers, or routers that compute
-    in float32 or that ``expert_cut`` does not know.
+    The kernels do not know several residual streams, norms of the outputs of a layer's parts,
+    LayerNorms, layers of a single part, of parts side by side or of two mixers, latent attention,
+    blocks without gates, experts with a latent, a norm of their output or limits of gates in some
+    layers, or routers that compute in float32 or that ``expert_cut`` does not know.
     """
     if spec.moe is not None:
         rule, latent_size = spec.moe.experts.routing, spec.moe.experts.latent_size
@@ -256,6 +256,6 @@ def has_fused_layers(spec: ModelSpec) -> bool:
             return False
         if rule.wide or not expert_cut.knows(rule):
             return False
-    has_two_parts = not spec.single_parts and spec.parallel is None
+    has_two_parts = not spec.single_parts and spec.parallel is None and spec.streams is None
     is_known = spec.gate is not None and spec.latent is None and not spec.norms.centered
     return spec.norms.place == "before" and is_known and has_two_parts

@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minisgl_backend.attention.base import AttendExpanded
-from minisgl_backend.gates import OutputGate
 from minisgl_backend.kernels.activation import gate_output
 from minisgl_backend.kernels.head_linear import head_linear
 from minisgl_backend.kernels.paged_kv import PagedKV
@@ -32,6 +31,7 @@ from minisgl_backend.layers.quantized_place import place_in
 from minisgl_backend.layers.weight_place import (
     Place,
     Share,
+    WeightPlace,
     collect_places,
     empty_parameter,
     even_share,
@@ -49,8 +49,8 @@ class LatentAttention(nn.Module):
 
     One GEMM makes the latents of keys and of queries; the latter become the heads' queries by
     another (``q_b_proj``). Without latents of queries the first GEMM makes the queries themselves.
-    It also makes the gates of the heads' values, if there are any (``g_proj``) and it is plain;
-    beside quantized weights they are too few to be quantized, and have a projection of their own.
+    It also makes the gates of values, if there are any (``g_proj``). If there is one for each head
+    and other weights are quantized, they are too few for that, and have a projection of their own.
     ``up`` [num_heads * (nope_dim + value_dim), latent_dim] is the weight of ``kv_b_proj`` for this
     rank's heads: of each head the rows of keys, then those of values.
     """
@@ -79,10 +79,10 @@ class LatentAttention(nn.Module):
                 name, latent.query_rank, {"q_b_proj": queries}, bias=False, matrices=matrices
             )
         self.g_proj: MergedColumnLinear | None = None
-        self._opens_gates: OutputGate | None = None
-        if (of_heads := spec.attention_gates) is not None:
-            assert of_heads.one_per_head
-            self._opens_gates = of_heads.function
+        self._gates = spec.attention_gates
+        if self._gates is not None and not self._gates.one_per_head:
+            parts["g_proj"] = _times(heads, latent.value_dim)
+        elif self._gates is not None:
             matrices = matrices.unconverted(f"{name}.g_proj")
             gates, plain = {"g_proj": heads}, replace(matrices, keep_quantized=False)
             if any(matrices.stays_quantized(f"{name}.{part}") for part in parts):
@@ -97,7 +97,7 @@ class LatentAttention(nn.Module):
             parts,
             bias=False,
             matrices=matrices,
-            padded=self._opens_gates is not None,
+            padded=self._gates is not None,
         )
         self.kv_a_layernorm = RMSNorm(latent.latent_dim, latent.norm_eps)
         self._rows = _times(heads, latent.nope_dim + latent.value_dim)
@@ -113,6 +113,8 @@ class LatentAttention(nn.Module):
             group=group,
             matrices=matrices,
         )
+        self._heads = heads
+        self.sinks = empty_parameter(heads.size) if spec.scores.sinks else None
         self.indexer: Indexer | None = None
         if (indexer := latent.indexer) is not None and layer in indexer.layers:
             assert latent.query_rank is not None
@@ -122,12 +124,15 @@ class LatentAttention(nn.Module):
 
     def bind(self, kv: PagedKV) -> None:
         """Store the latents of the layer's tokens in these pages from now on."""
-        self.kv = kv
+        self.kv = kv if self.sinks is None else replace(kv, sinks=self.sinks.data)
 
     def places(self) -> Iterator[tuple[str, Place]]:
         for name, child in self.named_children():
             yield from collect_places(child, name).items()
         ins = _all(self.latent.latent_dim)
+        if self.sinks is not None:
+            heads = self._heads
+            yield "sinks", WeightPlace(self.sinks.data, (heads.total,), 0, heads.start)
         yield "kv_b_proj.weight", place_in(self.up.data, slice(None), self._format, self._rows, ins)
 
     def forward(
@@ -135,6 +140,12 @@ class LatentAttention(nn.Module):
     ) -> tuple[Tensor, Normed]:
         values = Normed(self._values(x, step))
         return self.o_proj.add_to(residual, values, norm, pdl=step.pdl)
+
+    def output(self, x: Normed, step: StepContext) -> Tensor:
+        """What ``forward`` adds to the residual stream, [num_tokens, hidden_size], for layers that
+        change it first."""
+        output: Tensor = self.o_proj(Normed(self._values(x, step)), pdl=step.pdl)
+        return output
 
     def rounding(self, num_tokens: int) -> int | None:
         # others read inputs, too, and not all of their weights are of 8 bits
@@ -146,10 +157,11 @@ class LatentAttention(nn.Module):
         """[num_tokens, num_heads * value_dim]"""
         q, compressed, gates = self._projected(x, step)
         values = self._of_heads(q, compressed, step)
-        if self._opens_gates is None:
+        if self._gates is None:
             return values.flatten(1)
-        gates = gates[..., None].expand_as(values)
-        return gate_output(values, gates, self._opens_gates, pdl=step.pdl)
+        # some models have one for a whole head
+        by_head = gates.view(len(gates), self.num_heads, -1).expand_as(values)
+        return gate_output(values, by_head, self._gates.function, pdl=step.pdl)
 
     def _of_heads(self, q: Tensor, compressed: Tensor, step: StepContext) -> Tensor:
         """The values of heads, [num_tokens, num_heads, value_dim], of what ``_projected`` gives.
@@ -172,7 +184,8 @@ class LatentAttention(nn.Module):
     def _projected(self, x: Normed, step: StepContext) -> tuple[Tensor, Tensor, Tensor]:
         """The queries before rotation, [num_tokens, num_heads, nope_dim + rope_dim], scaled; the
         latents and keys of tokens, not yet normalized and rotated, [num_tokens, latent_dim +
-        rope_dim]; and the gates [num_tokens, num_heads], or none, [num_tokens, 0]."""
+        rope_dim]; and the gates [num_tokens, num_heads or num_heads * value_dim], or none,
+        [num_tokens, 0]."""
         latent, pdl = self.latent, step.pdl
         num_queries = latent.query_rank or self.num_heads * latent.query_dim
         begins = num_queries, num_queries + latent.key_dim
@@ -191,7 +204,14 @@ class LatentAttention(nn.Module):
         q = q.view(len(q), self.num_heads, latent.query_dim)
         if step.query_scale is not None:
             q.mul_(step.query_scale)
-        return q, compressed, gates[:, : self.num_heads]
+        return q, compressed, gates[:, : self._num_gates]
+
+    @property
+    def _num_gates(self) -> int:
+        """The number of a token's gates of this rank's heads."""
+        if self._gates is None:
+            return 0
+        return self.num_heads * (1 if self._gates.one_per_head else self.latent.value_dim)
 
     def _rotate_and_store(
         self, rotated: Tensor, to_rotate: Tensor, compressed: Tensor, step: StepContext

@@ -16,8 +16,9 @@ class IndexerSpec:
     positions with the highest scores (``kernels.indexer``).
 
     A token has ``num_heads`` index queries of ``key_dim`` numbers, which are made of its latent of
-    queries. The first numbers rotate, as many as those of attention, by halves unless
-    ``interleaved``. ``layers`` choose positions; each other layer takes those that the last one
+    queries. The first numbers rotate, or with ``rotates_last`` the last, as many as those of
+    attention, by halves unless ``interleaved``. Keys have a LayerNorm, with ``norm_eps``.
+    ``layers`` choose positions; each other layer takes those that the last one
     before it chose (IndexCache, arXiv 2603.12201).
     """
 
@@ -26,6 +27,8 @@ class IndexerSpec:
     top_k: int
     layers: frozenset[int]
     interleaved: bool = False
+    rotates_last: bool = False
+    norm_eps: float = 1e-6
 
     def num_parameters(self, query_rank: int, hidden_size: int) -> int:
         """Number of weights of a layer's projections."""

@@ -58,6 +58,18 @@ class LayerInputs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StreamsSpec:
+    """Hyper-connections (arXiv 2409.19606): there are ``count`` residual streams, which all begin
+    as the embedding. Each part of a layer reads a sum of them, and so does the final norm; and each
+    takes the part's output, by weights that are made of the streams
+    (``kernels.hyper_connections``)."""
+
+    count: int
+    magnitude: float
+    eps: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BiasesSpec:
     """Which projections have biases: of queries, keys and values, of attention's output, of
     feed-forward blocks other than experts, and the output head."""
@@ -172,6 +184,8 @@ class ModelSpec:
     # the residual stream
     norms: NormsSpec
     scales: ScalesSpec = field(default_factory=ScalesSpec)
+    streams: StreamsSpec | None = None
+    """None: there is one residual stream, to which parts of layers add what they compute."""
     positions: LearnedPositions | None = None
     """There are as many as ``rope`` says; then no layer rotates."""
 
@@ -240,6 +254,10 @@ class ModelSpec:
             assert self.norms.place == "before" and self.scales.branch == 1.0
         assert not self.norms.of_embedding or self.scales.embedding == self.stream_scale == 1.0
         assert not self.biases.head or not self.tie_embeddings
+        if self.streams is not None:
+            assert self.norms.place == "before" and not self.norms.centered
+            assert not (self.single_parts or self.parallel or self.scaled_layers)
+            assert self.stream_scale == self.scales.branch == 1.0 and self.recurrent is None
         if self.positions is not None:
             assert not any(self.ropes) and len(self.ropes) == self.num_layers
             assert self.scales.embedding == self.stream_scale == 1.0
@@ -280,7 +298,7 @@ class ModelSpec:
         assert self.norms.place == "before" and not self.norms.centered
         assert self.scales == ScalesSpec() and not self.kv.sources
         assert self.layer_inputs is None and self.query_growth is None and not self.sections
-        assert self.positions is None
+        assert self.positions is None and self.streams is None
         moe = self.moe
         if moe is not None:
             moe = replace(moe, layers=moe.layers | {self.num_layers})
@@ -298,6 +316,7 @@ class ModelSpec:
             "bounded attention scores, which the layer does not know": self.scores.cap != 0,
             "sections of attention, with which the layer was not tried": self.sections,
             "learned positions, with which the layer was not tried": self.positions is not None,
+            "several residual streams, of which the layer reads one": self.streams is not None,
             "no output head": not self.generates,
             f"{self.vocab_size} tokens, and the layer {own.vocab_size} (vocab_size)": (
                 own.vocab_size != self.vocab_size
@@ -393,7 +412,8 @@ class ModelSpec:
         heads, gates = self.heads_of(layer), self.attention_gates
         if gates is None:
             return 0
-        return heads.num_heads * (1 if gates.one_per_head else heads.head_dim)
+        value_dim = heads.head_dim if self.latent is None else self.latent.value_dim
+        return heads.num_heads * (1 if gates.one_per_head else value_dim)
 
     @property
     def gates_in_queries(self) -> bool:
@@ -441,6 +461,10 @@ class ModelSpec:
         mixers = 2 * self.hidden_size**2 if self.has_mtp_layer else 0  # its projection of inputs
         if self.eagle is not None:
             mixers += self.eagle.num_active_parameters
+        if (streams := self.streams) is not None:
+            # of the parts of layers, and of the final norm
+            num_mixes = (4 * self.num_layers + 1) * streams.count
+            mixers += num_mixes * streams.count * self.hidden_size
         for layer in self.own_layers:
             if not self.attends(layer):
                 continue

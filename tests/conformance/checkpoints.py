@@ -304,6 +304,13 @@ def _with_indexer(architecture: str, **changes: Any) -> PreTrainedModel:
     return _corrected(_newer(f"{architecture}ForCausalLM")(config))
 
 
+def _hy_v4(**changes: Any) -> PreTrainedModel:
+    limit = {"swiglu_limit": 0.5, "mlp_layer_types": ["dense", "sparse", "sparse"]}
+    values = {"index_n_heads": 24, "index_head_dim": 24, "index_topk": 10, **limit, **changes}
+    config = _newer("HYV4Config")(**_sigmoid_experts(**{**_LATENTS, **values}))
+    return _corrected(_newer("HYV4ForCausalLM")(config))
+
+
 def _axk1(**changes: Any) -> PreTrainedModel:
     values = _sigmoid_experts(**{**_LATENTS, "first_k_dense_replace": 1, **changes})
     return cast(PreTrainedModel, _newer("AXK1ForCausalLM")(_newer("AXK1Config")(**values)))
@@ -2069,6 +2076,19 @@ CASES: Final[Mapping[str, Callable[[], PreTrainedModel]]] = MappingProxyType(
         ),
         "falcon-serial": lambda: _older(
             "Falcon", "FalconForCausalLM", bias=True, multi_query=False, parallel_attn=False
+        ),
+        "hy-v4": lambda: _hy_v4(rope_parameters=dict(_LATENT_YARN)),
+        "hy-v4-alike": lambda: _hy_v4(
+            hc_eps=0.01,
+            hc_magnitude=1.5,
+            hc_mult=3,
+            indexer_types=["full", "full", "shared", "shared"],
+            mlp_layer_types=["sparse", "dense", "sparse", "sparse"],
+            n_group=4,
+            norm_topk_prob=False,
+            num_hidden_layers=4,
+            tie_word_embeddings=True,
+            topk_group=2,
         ),
     }
 )

@@ -130,6 +130,7 @@ def _tensors(output: object) -> list[Tensor]:
         ("llama4", True),
         ("deepseek-v32", True),
         ("glm-moe-dsa-shared", False),
+        ("hy-v4", True),
     ],
 )
 def test_tokens_equal_those_of_launched_steps(

@@ -138,7 +138,9 @@ def test_windows_and_sections_are_cut_anywhere(
             assert outcome.tokens == reference.answers.tokens(outcome.tokens)
 
 
-@pytest.mark.parametrize("reference", ["deepseek-v32", "glm-moe-dsa-shared"], indirect=True)
+@pytest.mark.parametrize(
+    "reference", ["deepseek-v32", "glm-moe-dsa-shared", "hy-v4"], indirect=True
+)
 def test_prompts_are_expanded_beside_rows_that_choose(
     reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -117,6 +117,7 @@ OTHERS = [
     "deepseek-v3-queries",
     "deepseek-v32",
     "glm-moe-dsa-shared",
+    "hy-v4",
     "glm4-moe-lite",
     "mistral4",
     "youtu",
@@ -152,7 +153,7 @@ OTHERS = [
 ]
 """Cases with parts that no case above has."""
 _HAVE_EXPERTS = re.compile(
-    "mixtral|moe|dots|oss|experts|llama4|minimax|solar|hy-v3|mellum|granite-shared|deepseek|mistral4|flex-olmo|kolibri|laguna|flint|step|axk1"
+    "mixtral|moe|dots|oss|experts|llama4|minimax|solar|hy-v3|hy-v4|mellum|granite-shared|deepseek|mistral4|flex-olmo|kolibri|laguna|flint|step|axk1"
 )
 EXPERTS = [case for case in CASES + OTHERS if _HAVE_EXPERTS.search(case)]
 """Rounding, even of attention's GEMMs alone, may choose other experts."""

@@ -173,7 +173,9 @@ def test_grouped_gemms(device: torch.device, form: str, cut: ExpertCut, num_toke
 @needs_hopper
 @pytest.mark.parametrize("form", ["bf16", "fp8", "fp8 rows"])
 @pytest.mark.parametrize("num_tokens", [1, 70, 300, 1500])
-@pytest.mark.parametrize("gate", ["silu", "gelu", LimitedGate(0.5)], ids=str)
+@pytest.mark.parametrize(
+    "gate", ["silu", "gelu", LimitedGate(0.5), LimitedGate(0.5, on_input=True)], ids=str
+)
 def test_grouped_gemms_of_many_rows(
     device: torch.device, form: str, num_tokens: int, gate: Gate | LimitedGate
 ) -> None:
@@ -254,7 +256,9 @@ def test_sizes_that_no_tile_divides(
 
 
 @needs_hopper
-@pytest.mark.parametrize("gate", ["silu", LimitedGate(0.5)], ids=str)
+@pytest.mark.parametrize(
+    "gate", ["silu", LimitedGate(0.5), LimitedGate(0.5, on_input=True)], ids=str
+)
 def test_grouped_gemms_of_rows_whose_norm_is_half_done(
     device: torch.device, gate: Gate | LimitedGate
 ) -> None:
@@ -300,8 +304,11 @@ def test_grouped_gemms_of_rows_whose_norm_is_half_done(
 @pytest.mark.parametrize("num_tokens", [1, 3])
 @pytest.mark.parametrize(
     "gate",
-    ["silu", "gelu", ClampedGate(alpha=1.702, limit=1.5), LimitedGate(0.5)],
-    ids=["silu", "gelu", "clamped", "limited"],
+    [
+        *("silu", "gelu", ClampedGate(alpha=1.702, limit=1.5)),
+        *(LimitedGate(0.5), LimitedGate(0.5, on_input=True)),
+    ],
+    ids=["silu", "gelu", "clamped", "limited", "bounded"],
 )
 def test_few_tokens(
     device: torch.device,

@@ -58,7 +58,9 @@ def test_biases_and_a_clamped_gate(
     check(x, experts, choices_of(num_tokens, 8, 2, device))
 
 
-@pytest.mark.parametrize("gate", ["gelu", LimitedGate(0.5)], ids=str)
+@pytest.mark.parametrize(
+    "gate", ["gelu", LimitedGate(0.5), LimitedGate(0.5, on_input=True)], ids=str
+)
 @pytest.mark.parametrize("num_tokens", [1, 40])
 def test_other_gates(
     device: torch.device, dtype: torch.dtype, num_tokens: int, gate: ExpertsGate

@@ -101,6 +101,7 @@ def assert_scores(actual: Tensor, expected: Tensor, seen: Seen) -> None:
     assert_close(actual[is_seen], expected[is_seen], tolerance=1e-5)
 
 
+@pytest.mark.parametrize("rotates_last", [True, False])
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("rotary_dim", [8, 24])
 @pytest.mark.parametrize(("num_heads", "key_dim"), SIZES)
@@ -108,6 +109,7 @@ def assert_scores(actual: Tensor, expected: Tensor, seen: Seen) -> None:
 def test_store(
     device: torch.device,
     dtype: torch.dtype,
+    rotates_last: bool,
     interleaved: bool,
     rotary_dim: int,
     num_heads: int,
@@ -139,6 +141,7 @@ def test_store(
             norm_weight=weight,
             norm_bias=bias,
             eps=1e-6,
+            rotates_last=rotates_last,
         )
         found.append((queries, index_keys.float()))
     (queries, keys), (expected_queries, expected_keys) = found

@@ -36,6 +36,7 @@ def paged_latents(
     page_size: int,
     dtype: torch.dtype,
     device: torch.device,
+    sinks: Tensor | None = None,
 ) -> tuple[PagedKV, Tensor]:
     """Latents and rotated keys of these ``sizes`` in shuffled pages, and the pages' table;
     positions that no row holds are NaN. Pages of float8 have a scale."""
@@ -48,7 +49,13 @@ def paged_latents(
         device=device,
     )
     values = kv.keys[..., : sizes[0]]
-    return PagedKV(keys=kv.keys, values=values, k_scale=kv.k_scale, v_scale=kv.k_scale), table
+    scale = kv.k_scale
+    return PagedKV(keys=kv.keys, values=values, k_scale=scale, v_scale=scale, sinks=sinks), table
+
+
+def sinks_of(num_heads: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Some take hardly any weight, others nearly all."""
+    return torch.linspace(-3, 9, num_heads, device=device).to(dtype)
 
 
 def narrow_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -56,12 +63,14 @@ def narrow_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float16 if is_interpreted() else dtype
 
 
+@pytest.mark.parametrize("has_sinks", [False, True], ids=["no sinks", "sinks"])
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize(("num_heads", "latent_dim", "rope_dim"), HEADS)
 @pytest.mark.parametrize("kv_dtype", [None, FP8], ids=["plain", "fp8"])
 def test_decode(
     device: torch.device,
     dtype: torch.dtype,
+    has_sinks: bool,
     page_size: int,
     num_heads: int,
     latent_dim: int,
@@ -71,7 +80,12 @@ def test_decode(
     dtype, sizes = narrow_dtype(dtype), (latent_dim, rope_dim)
     lengths = [1, 32, 33, 300]
     kv, table = paged_latents(
-        lengths, sizes, page_size=page_size, dtype=kv_dtype or dtype, device=device
+        lengths,
+        sizes,
+        page_size=page_size,
+        dtype=kv_dtype or dtype,
+        device=device,
+        sinks=sinks_of(num_heads, dtype, device) if has_sinks else None,
     )
     q = torch.randn(len(lengths), num_heads, sum(sizes), device=device).to(dtype)
     workspace = latent_attention.LatentWorkspace(8, num_heads, latent_dim, device)
@@ -91,12 +105,14 @@ def test_decode(
     assert_close(alone, actual[3:])
 
 
+@pytest.mark.parametrize("has_sinks", [False, True], ids=["no sinks", "sinks"])
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize(("num_heads", "latent_dim", "rope_dim"), HEADS)
 @pytest.mark.parametrize("kv_dtype", [None, FP8], ids=["plain", "fp8"])
 def test_prefill(
     device: torch.device,
     dtype: torch.dtype,
+    has_sinks: bool,
     page_size: int,
     num_heads: int,
     latent_dim: int,
@@ -107,7 +123,12 @@ def test_prefill(
     dtype, sizes = narrow_dtype(dtype), (latent_dim, rope_dim)
     ends, counts = [70, 5, 40, 33], [30, 5, 0, 1]
     kv, table = paged_latents(
-        ends, sizes, page_size=page_size, dtype=kv_dtype or dtype, device=device
+        ends,
+        sizes,
+        page_size=page_size,
+        dtype=kv_dtype or dtype,
+        device=device,
+        sinks=sinks_of(num_heads, dtype, device) if has_sinks else None,
     )
     before, after = 3, 2
     total = before + sum(counts) + after

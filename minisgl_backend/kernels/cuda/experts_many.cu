@@ -67,7 +67,7 @@ struct Arguments {
     int num_pairs;
     int num_blocks;
     int top_k;              // rows of the output for each row of x
-    float limit;            // of a gate that is LIMITED
+    float limit;            // of a gate that is LIMITED or BOUNDED
 };
 
 // ---- instructions

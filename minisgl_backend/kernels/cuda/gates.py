@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from minisgl_backend.gates import ClampedGate, ExpertsGate, LimitedGate
 
-_SILU, _CLAMPED, _GELU, _SQUARED_RELU, _LIMITED = range(5)  # in the order of gates.cuh
+_SILU, _CLAMPED, _GELU, _SQUARED_RELU, _LIMITED, _BOUNDED = range(6)  # in the order of gates.cuh
 
 
 def gate_macros(gate: ExpertsGate | None, *, squares_relu: bool = False) -> dict[str, int]:
@@ -19,7 +19,7 @@ def gate_macros(gate: ExpertsGate | None, *, squares_relu: bool = False) -> dict
     elif squares_relu:
         function = _SQUARED_RELU
     elif isinstance(gate, LimitedGate):
-        function = _LIMITED
+        function = _BOUNDED if gate.on_input else _LIMITED
     else:
         function = _SILU
     return {"GATED": gate is not None, "GATE": function}

@@ -27,6 +27,7 @@ def _grouped_linear(
     BIAS: tl.constexpr,
     ALPHA: tl.constexpr,  # of a clamped gate, or None
     LIMIT: tl.constexpr,  # of a clamped or limited gate; None for SiLU and GELU
+    ON_INPUT: tl.constexpr,  # of a limited gate
     GELU: tl.constexpr,
     SQUARES_RELU: tl.constexpr,  # of what has no gates
     STAGES: tl.constexpr,
@@ -67,7 +68,7 @@ def _grouped_linear(
         if LIMIT is None:
             y = opened(acc, acc_up, GELU)
         elif ALPHA is None:
-            y = limited(acc, acc_up, LIMIT)
+            y = limited(acc, acc_up, LIMIT, ON_INPUT)
         else:
             acc = tl.minimum(acc, LIMIT)
             acc_up = tl.minimum(tl.maximum(acc_up, -LIMIT), LIMIT)
@@ -122,6 +123,7 @@ def launch_grouped_linear(
         BIAS=bias is not None,
         ALPHA=gate.alpha if isinstance(gate, ClampedGate) else None,
         LIMIT=gate.limit if isinstance(gate, (ClampedGate, LimitedGate)) else None,
+        ON_INPUT=isinstance(gate, LimitedGate) and gate.on_input,
         GELU=gate == "gelu",
         SQUARES_RELU=squares_relu,
         STAGES=4 if block >= 64 else 3,

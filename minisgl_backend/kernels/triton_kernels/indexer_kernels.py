@@ -74,6 +74,7 @@ def _store_index(
     PAGE_SIZE: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     DIM: tl.constexpr,
+    FIRST: tl.constexpr,  # dimension that rotates
     TURNED: tl.constexpr,  # half of the dimensions that rotate
     PAIRS: tl.constexpr,  # TURNED as a power of two
     COLUMNS: tl.constexpr,  # the number of dimensions that do not rotate as a power of two
@@ -89,7 +90,7 @@ def _store_index(
     # the dimensions ``low`` and ``high`` rotate together: neighbours, or those of the two halves
     step: tl.constexpr = 2 if INTERLEAVED else 1
     gap: tl.constexpr = 1 if INTERLEAVED else TURNED
-    low_at = step * i  # [PAIRS]
+    low_at = FIRST + step * i  # [PAIRS]
     if PDL:
         # scores may be computed of older positions while this kernel runs, so all kernels before
         # this one must have ended
@@ -111,8 +112,9 @@ def _store_index(
     slot = tl.load(slots_ptr + token).to(tl.int64)
     if slot < 0:
         return
-    rest_at = 2 * TURNED + tl.arange(0, COLUMNS)
-    stays = rest_at < DIM
+    rest_first: tl.constexpr = 2 * TURNED if FIRST == 0 else 0
+    rest_at = rest_first + tl.arange(0, COLUMNS)
+    stays = rest_at < rest_first + DIM - 2 * TURNED
     key_ptr = k_ptr + token * k_stride
     low = tl.load(key_ptr + low_at, mask=turns, other=0.0).to(tl.float32)
     high = tl.load(key_ptr + low_at + gap, mask=turns, other=0.0).to(tl.float32)
@@ -222,6 +224,7 @@ def launch_rope_store_index(
     norm_bias: Tensor,
     eps: float,
     interleaved: bool,
+    rotates_last: bool,
     pdl: bool,
 ) -> None:
     """See ``minisgl_backend.kernels.indexer.rope_store_index``."""
@@ -246,6 +249,7 @@ def launch_rope_store_index(
         PAGE_SIZE=index_keys.shape[1],
         NUM_HEADS=num_heads,
         DIM=key_dim,
+        FIRST=key_dim - rotary_dim if rotates_last else 0,
         TURNED=rotary_dim // 2,
         PAIRS=triton.next_power_of_2(rotary_dim // 2),
         COLUMNS=triton.next_power_of_2(max(key_dim - rotary_dim, 1)),

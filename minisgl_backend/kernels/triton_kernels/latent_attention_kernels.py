@@ -60,13 +60,27 @@ def _attend(
 
 
 @triton.jit
+def _sinks_of(sink_at, held):
+    """The sinks there, as scores in powers of 2."""
+    return tl.load(sink_at, mask=held, other=0.0).to(tl.float32) * LOG2E
+
+
+@triton.jit
 def _splits_of(length, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
     """(positions of a split, whole blocks; splits that have any)"""
     per_split = tl.cdiv(tl.cdiv(length, SPLITS), BLOCK) * BLOCK
     return per_split, tl.cdiv(length, per_split)
 
 
-@triton.jit(do_not_specialize_on_alignment=["table_ptr", "lengths_ptr", "rows_ptr", "scale_ptr"])
+@triton.jit(
+    do_not_specialize_on_alignment=[
+        "table_ptr",
+        "lengths_ptr",
+        "rows_ptr",
+        "scale_ptr",
+        "sinks_ptr",
+    ]
+)
 def _latent_decode(
     out_ptr,
     q_ptr,
@@ -75,6 +89,7 @@ def _latent_decode(
     lengths_ptr,
     rows_ptr,
     scale_ptr,
+    sinks_ptr,
     outputs_ptr,
     lses_ptr,
     q_stride,
@@ -145,6 +160,9 @@ def _latent_decode(
             ROPE,
             ROPE_COLUMNS,
         )
+    if sinks_ptr is not None:
+        sinks = tl.exp2(_sinks_of(sinks_ptr + heads, has_head) - best)
+        total += tl.where(active == 1, sinks, 0.0)  # otherwise they are merged with the splits
     acc = acc / total[:, None]
     if FP8:
         acc = acc * tl.load(scale_ptr)
@@ -157,10 +175,11 @@ def _latent_decode(
     tl.store(lses_ptr + place, best + tl.log2(total), mask=has_head)
 
 
-@triton.jit(do_not_specialize_on_alignment=["lengths_ptr"])
+@triton.jit(do_not_specialize_on_alignment=["lengths_ptr", "sinks_ptr"])
 def _merge_splits(
     out_ptr,
     lengths_ptr,
+    sinks_ptr,
     outputs_ptr,
     lses_ptr,
     NUM_HEADS: tl.constexpr,
@@ -183,13 +202,17 @@ def _merge_splits(
     place = (batch * SPLITS + split) * NUM_HEADS + head
     there = split < active
     lse = tl.load(lses_ptr + place, mask=there, other=float("-inf"))  # [SPLITS]
-    weight = tl.exp2(lse - tl.max(lse))
+    best = tl.max(lse)
+    weight = tl.exp2(lse - best)
+    total = tl.sum(weight)
+    if sinks_ptr is not None:
+        total += tl.exp2(_sinks_of(sinks_ptr + head, True) - best)
     values = tl.load(  # [SPLITS, COLUMNS]
         outputs_ptr + place[:, None] * LATENT + d[None, :],
         mask=there[:, None] & (d < LATENT)[None, :],
         other=0.0,
     )
-    merged = tl.sum(values * weight[:, None], axis=0) / tl.sum(weight)
+    merged = tl.sum(values * weight[:, None], axis=0) / total
     out_at = out_ptr + (batch * NUM_HEADS + head) * LATENT + d
     tl.store(out_at, merged.to(out_ptr.dtype.element_ty), mask=d < LATENT)
 
@@ -202,6 +225,7 @@ def _merge_splits(
         "offsets_ptr",
         "ends_ptr",
         "scale_ptr",
+        "sinks_ptr",
     ],
 )
 def _latent_prefill(
@@ -213,6 +237,7 @@ def _latent_prefill(
     offsets_ptr,
     ends_ptr,
     scale_ptr,
+    sinks_ptr,
     num_chunks,
     q_stride,
     table_stride,
@@ -277,6 +302,8 @@ def _latent_prefill(
             ROPE,
             ROPE_COLUMNS,
         )
+    if sinks_ptr is not None:
+        total += tl.exp2(_sinks_of(sinks_ptr + head, is_there) - best)
     acc = acc / total[:, None]
     if FP8:
         acc = acc * tl.load(scale_ptr)
@@ -319,6 +346,7 @@ def launch_latent_decode(
         lengths,
         rows,
         kv.k_scale,
+        kv.sinks,
         *partial,
         q.stride(0),
         page_table.stride(0),
@@ -338,6 +366,7 @@ def launch_latent_decode(
     _merge_splits[(batch_size, num_heads, triton.cdiv(shape["LATENT"], columns))](
         out,
         lengths,
+        kv.sinks,
         *partial,
         NUM_HEADS=num_heads,
         LATENT=shape["LATENT"],
@@ -374,6 +403,7 @@ def launch_latent_prefill(
         offsets,
         ends,
         kv.k_scale,
+        kv.sinks,
         len(rows),
         q.stride(0),
         page_table.stride(0),

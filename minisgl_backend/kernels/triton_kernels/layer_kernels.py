@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minisgl_backend.gates import PlainActivation
+from minisgl_backend.gates import LimitedGate, PlainActivation
 from minisgl_backend.kernels.triton_kernels.pdl import allow_next, launch_options, wait_previous
 
 
@@ -213,9 +213,14 @@ def opened(gate, up, GELU: tl.constexpr):
 
 
 @triton.jit
-def limited(gate, up, LIMIT: tl.constexpr):
-    """SiLU of ``gate``, at most ``LIMIT``, times ``up`` within ``LIMIT`` of 0, both in float32."""
-    at_most = tl.minimum(gate * tl.sigmoid(gate), LIMIT)
+def limited(gate, up, LIMIT: tl.constexpr, ON_INPUT: tl.constexpr):
+    """SiLU of ``gate``, at most ``LIMIT``, or of the gate that is, times ``up`` within ``LIMIT`` of
+    0, both in float32."""
+    if ON_INPUT:
+        gate = tl.minimum(gate, LIMIT)
+    at_most = gate * tl.sigmoid(gate)
+    if not ON_INPUT:
+        at_most = tl.minimum(at_most, LIMIT)
     return at_most * tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
 
 
@@ -230,6 +235,7 @@ def _gated_mul(
     BLOCK: tl.constexpr,
     GELU: tl.constexpr,
     LIMIT: tl.constexpr,  # of a limited gate, or None
+    ON_INPUT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
@@ -240,15 +246,15 @@ def _gated_mul(
         wait_previous()
     gate = tl.load(gate_ptr + token * gate_stride + i, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + token * up_stride + i, mask=mask, other=0.0).to(tl.float32)
-    y = opened(gate, up, GELU) if LIMIT is None else limited(gate, up, LIMIT)
+    y = opened(gate, up, GELU) if LIMIT is None else limited(gate, up, LIMIT, ON_INPUT)
     tl.store(out_ptr + token * SIZE + i, y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def launch_gated_mul(
-    out: Tensor, gate: Tensor, up: Tensor, *, gelu: bool, limit: float | None, pdl: bool
+    out: Tensor, gate: Tensor, up: Tensor, *, gelu: bool, limited: LimitedGate | None, pdl: bool
 ) -> None:
-    """See ``minisgl_backend.kernels.activation.gate_mul``; silu unless ``gelu``, perhaps with a
-    ``limit``."""
+    """See ``minisgl_backend.kernels.activation.gate_mul``; silu unless ``gelu``, perhaps
+    ``limited``."""
     num_tokens, size = out.shape
     if num_tokens == 0:
         return
@@ -263,7 +269,8 @@ def launch_gated_mul(
         SIZE=size,
         BLOCK=block,
         GELU=gelu,
-        LIMIT=limit,
+        LIMIT=None if limited is None else limited.limit,
+        ON_INPUT=limited is not None and limited.on_input,
         PDL=pdl,
         num_warps=4,
         **launch_options(pdl),

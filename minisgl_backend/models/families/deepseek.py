@@ -19,7 +19,11 @@ from minisgl_backend.models.families.fields import (
     text_config,
     text_part,
 )
-from minisgl_backend.models.families.latents import latent_fields, read_indexer
+from minisgl_backend.models.families.latents import (
+    latent_fields,
+    layers_that_choose,
+    read_indexer,
+)
 from minisgl_backend.models.families.mtp_layers import left_out_mtp, mtp_behind
 from minisgl_backend.models.spec import ModelSpec, MoeSpec, MTPSpec
 from minisgl_backend.models.tensor_names import TensorNames
@@ -180,10 +184,7 @@ def _layers_that_choose(config: ConfigReader, num_layers: int) -> list[int]:
             raise config.error(key, f"F or S for {num_layers} layers", given)
         kinds = ["full" if letter == "F" else "shared" for letter in given]
         config = config.with_values(index_topk_pattern=kinds)
-    listed = config.layer_kinds(("full", "shared"), num_layers, key) or []
-    if listed[0] != "full":
-        raise config.error(key, "full for the first layer", listed[0])
-    return [layer for layer, kind in enumerate(listed) if kind == "full"]
+    return layers_that_choose(config, key, num_layers) or []
 
 
 def read_kimi_k25(config: ConfigReader) -> ModelSpec:

@@ -68,6 +68,17 @@ def read_indexer(
     )
 
 
+def layers_that_choose(config: ConfigReader, key: str, num_layers: int) -> list[int] | None:
+    """The layers that are ``full`` by the list under ``key``, of which the first layer is one;
+    ``shared`` layers take the positions that the last such layer chose. None without a list."""
+    listed = config.layer_kinds(("full", "shared"), num_layers, key)
+    if listed is None:
+        return None
+    if listed[0] != "full":
+        raise config.error(key, "full for the first layer", listed[0])
+    return [layer for layer, kind in enumerate(listed) if kind == "full"]
+
+
 def _size(config: ConfigReader, key: str, default: int | None = None) -> int:
     return config.integer(key, default, maximum=MOST_HEADS // 2)
 

@@ -23,8 +23,8 @@ CPU = torch.device("cpu")
 LATENT, ROPE, NOPE, VALUE, HEADS = 24, 8, 12, 10, 5
 
 
-def small_setting(*, fp8: bool) -> AttentionSetting:
-    case = Case(16, HEADS, LATENT + ROPE, fp8=fp8, latent_dim=LATENT)
+def small_setting(*, fp8: bool = False, sinks: bool = False) -> AttentionSetting:
+    case = Case(16, HEADS, LATENT + ROPE, fp8=fp8, sinks=sinks, latent_dim=LATENT)
     setting = case.setting(torch.float32, CPU)
     heads = ExpandedHeads(NOPE + ROPE, VALUE)
     return replace(setting, shape=replace(setting.shape, expanded=heads))
@@ -35,16 +35,17 @@ def lengths(*numbers: int) -> HostArray:
 
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["plain", "fp8"])
+@pytest.mark.parametrize("sinks", [False, True], ids=["plain", "sinks"])
 @pytest.mark.parametrize("most", [10_000, 50])
 def test_expanded_latents_give_what_latents_give(
-    fp8: bool, most: int, monkeypatch: pytest.MonkeyPatch
+    fp8: bool, sinks: bool, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Queries that go into the space of latents, and results that come back from there."""
     bytes_of_position = 4 * HEADS * (2 * (NOPE + ROPE) + VALUE - ROPE)
     monkeypatch.setattr(expanded, "_PREFIX_BYTES", most * bytes_of_position)
     monkeypatch.setattr(expanded, "pays", lambda *_: True)
     torch.manual_seed(0)
-    setting = small_setting(fp8=fp8)
+    setting = small_setting(fp8=fp8, sinks=sinks)
     assert most_positions(setting.shape, 4) == most
     prompts = Prompts.of(setting)
     up = torch.randn(HEADS, NOPE + VALUE, LATENT) / LATENT**0.5
@@ -71,7 +72,7 @@ def test_expanded_latents_give_what_latents_give(
 
 def test_steps_to_be_captured_expand_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(expanded, "pays", lambda *_: True)
-    setting = small_setting(fp8=False)
+    setting = small_setting()
     chunks = replace(Prompts.of(setting).chunks(), host_offsets=None, host_ends=None)
     assert ExpandedPrefill(setting, ragged_attention_reference).plan_chunks(chunks) is None
 

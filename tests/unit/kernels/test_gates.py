@@ -18,6 +18,7 @@ from minisgl_backend.kernels.cuda import gates
         ("gelu", "GELU"),
         (ClampedGate(alpha=1.702, limit=7.0), "CLAMPED"),
         (LimitedGate(7.0), "LIMITED"),
+        (LimitedGate(7.0, on_input=True), "BOUNDED"),
     ],
 )
 def test_gates_have_the_names_of_the_sources(gate: ExpertsGate, name: str) -> None:

@@ -17,12 +17,14 @@ from minisgl_backend.kernels import (
     activation,
     decode_attention,
     embedding,
+    hyper_connections,
     likelihood,
     rms_norm,
     rope_store,
     small_batch,
 )
 from minisgl_backend.kernels.experts import ExpertWeights, fused_experts
+from minisgl_backend.kernels.hyper_connections import StreamWeights
 from minisgl_backend.kernels.paged_kv import PagedKV
 from minisgl_backend.kernels.routing import Choices, align
 
@@ -34,8 +36,8 @@ def _seed() -> None:
 
 def test_importing_the_kernels_imports_no_triton() -> None:
     modules = (
-        "activation decode_attention embedding experts likelihood noise rms_norm rope_store "
-        "routing sampling small_batch"
+        "activation decode_attention embedding experts hyper_connections likelihood noise rms_norm "
+        "rope_store routing sampling small_batch"
     )
     code = f"""
 import importlib, sys
@@ -154,6 +156,13 @@ def test_gates_with_a_limit() -> None:
     silu = gate / (1 + torch.exp(-gate))
     expected = [silu[0, 0] * 2.0, silu[0, 1] * -2.0, torch.tensor(1.0), torch.tensor(4.0)]
     torch.testing.assert_close(out[0], torch.stack(expected))
+
+
+def test_gates_with_a_limit_on_their_input() -> None:
+    gate, up = torch.tensor([[-9.0, 1.0, 5.0, 5.0]]), torch.tensor([[3.0, -3.0, 0.5, 9.0]])
+    out = activation.open_gates(torch.cat([gate, up], dim=1), LimitedGate(2.0, on_input=True))
+    silu = gate.clamp(max=2.0) / (1 + torch.exp(-gate.clamp(max=2.0)))
+    torch.testing.assert_close(out, silu * torch.tensor([[2.0, -2.0, 0.5, 2.0]]))
 
 
 def test_gates_of_silu() -> None:
@@ -528,3 +537,27 @@ def test_fused_experts_go_token_by_token(dtype: torch.dtype) -> None:
     actual = fused_experts(x, experts, choices)
     torch.testing.assert_close(actual, expected)
     assert actual.dtype == dtype
+
+
+@pytest.mark.parametrize("num_streams", [1, 3])
+def test_streams_are_read_and_written_by_weights(num_streams: int) -> None:
+    streams = torch.randn(5, num_streams, 6, dtype=torch.float64)
+    weights = StreamWeights(
+        matrix=torch.randn(2 * num_streams, num_streams * 6),
+        base=torch.randn(2 * num_streams),
+        scale=torch.tensor([0.5, -2.0]),
+        eps=0.25,
+        norm_eps=0.1,
+        magnitude=3.0,
+    )
+    before = streams.clone()
+    read, for_writing = hyper_connections.read_streams(streams, weights)
+    part = torch.randn(5, 6, dtype=torch.float64)
+    hyper_connections.add_to_streams(streams, part, for_writing)
+    for token, own in enumerate(before):
+        flat = own.flatten()
+        mixes = weights.matrix.double() @ flat / (flat.square().mean() + 0.1).sqrt()
+        of_read = (0.5 * mixes[:num_streams] + weights.base[:num_streams]).sigmoid() + 0.25
+        of_write = 3 * (weights.base[num_streams:] - 2 * mixes[num_streams:]).sigmoid() + 0.25
+        torch.testing.assert_close(read[token], of_read @ own)
+        torch.testing.assert_close(streams[token], own + torch.outer(of_write, part[token]))

@@ -20,7 +20,13 @@ from minisgl_backend.models.latent_spec import IndexerSpec, LatentSpec
 from minisgl_backend.models.norms_spec import NormsSpec
 from minisgl_backend.models.recurrent_spec import ConvSpec, DeltaSpec, KimiDeltaSpec, MambaSpec
 from minisgl_backend.models.rope_spec import LearnedPositions, QueryGrowth
-from minisgl_backend.models.spec import BiasesSpec, LayerInputs, ModelSpec, MoeSpec
+from minisgl_backend.models.spec import (
+    BiasesSpec,
+    LayerInputs,
+    ModelSpec,
+    MoeSpec,
+    StreamsSpec,
+)
 from minisgl_bench.dummy_model import SHAPES
 from tests.unit.models.config_jsons import (
     AFM_4_5B,
@@ -70,6 +76,7 @@ from tests.unit.models.config_jsons import (
     HUNYUAN_7B,
     HUNYUAN_A13B,
     HY3,
+    HY4,
     HYPERCLOVA_X_SEED_THINK_14B,
     HYPERCLOVA_X_SEED_THINK_32B,
     INTERNLM3_8B,
@@ -1031,6 +1038,43 @@ def test_the_text_part_of_kimi(spelled: str) -> None:
     other["text_config"]["model_type"] = "kimi_linear"
     with pytest.raises(ConfigError, match="model_type must be one of deepseek_v3, kimi_k2, got 'k"):
         parse_spec(other)
+
+
+def test_streams_sinks_and_gates_of_hy4() -> None:
+    spec = parse_spec(HY4)
+    assert spec.streams == StreamsSpec(count=4, magnitude=2.0, eps=1e-6)
+    assert spec.attention_gates == AttentionGates(apart=True) and spec.num_gates(0) == 32 * 256
+    assert spec.scores.sinks and spec.scores.scale == 256**-0.5 and not spec.rope.interleaved
+    assert spec.latent is not None
+    choosing = frozenset({0, *range(1, 34, 4)})
+    assert spec.latent.indexer == IndexerSpec(
+        num_heads=16, key_dim=128, top_k=2048, layers=choosing, rotates_last=True, norm_eps=1e-5
+    )
+    assert spec.moe is not None and spec.moe.layers == frozenset(range(1, 34))
+    experts = spec.moe.experts
+    assert experts.gate == LimitedGate(10.0, on_input=True) and experts.gate_of_shared == "silu"
+    assert 58 < spec.num_parameters / 1e9 < 59
+    assert not list(spec.names.weights("model.mtp_layers.0.norm.weight", (2816,)))
+    with pytest.raises(ConfigError, match="has no MTP layer that is supported"):
+        spec.with_mtp()
+    dense = parse_spec({**HY4, "mlp_layer_types": ["dense"] * 34})
+    assert dense.moe is None
+    types = {"indexer_types": ["full", "shared"] * 17}
+    halves = parse_spec({**HY4, **types}).latent
+    assert halves is not None and halves.indexer is not None
+    assert halves.indexer.layers == frozenset(range(0, 34, 2))
+    for key, value, message in (
+        ("hc_mult", 0, "hc_mult must be an integer >= 1"),
+        ("hc_mult", 17, "hc_mult must be at most 16"),
+        ("swiglu_limit", 0, "swiglu_limit must be positive"),
+        ("attention_bias", True, "attention_bias True is not supported"),
+        ("q_lora_rank", None, "q_lora_rank must be an integer"),
+        ("first_k_dense_replace", 3, "first_k_dense_replace 3 is not supported"),
+        ("layer_types", ["full_attention"] * 34, "layer_types must be 34 of indexed_attention"),
+        ("indexer_types", ["shared"] * 34, "indexer_types must be full for the first layer"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            parse_spec({**HY4, key: value})
 
 
 def test_experts_of_ax_k1() -> None:
@@ -2322,7 +2366,7 @@ def test_every_architecture_is_tested() -> None:
         *(HYPERCLOVA_X_SEED_THINK_14B, INTERNLM3_8B, IQUEST_CODER_40B, NEMOTRON_NANO_9B_V2),
         *(GRANITE_4_H_TINY, BAMBA_9B, FALCON_H1_0_5B),
         *(DEEPSEEK_V2, DEEPSEEK_V3, GLM_4_7_FLASH, YOUTU_LLM_2B, MISTRAL_SMALL_4),
-        *(DEEPSEEK_V32, GLM_5, AX_K1),
+        *(DEEPSEEK_V32, GLM_5, AX_K1, HY4),
         *(kimi_k25("KimiK25"), kimi_k25("Kimi_K25"), GLM_4_1V_9B, GLM_4_5V),
         {**GLM_4_5V, "architectures": ["Glm46VForConditionalGeneration"]},
         *(LLAVA_1_5_7B, LLAVA_1_6_MISTRAL_7B, QWEN_2_5_OMNI_7B, QWEN_3_OMNI_30B_A3B),

@@ -144,11 +144,14 @@ class Copies:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostCopies:
-    """Copies of whole pages to or from main memory, int32[num_copies]: page ``pages[i]`` and slot
-    ``slots[i]``. What is written, slots or pages, is written once."""
+    """Copies to or from main memory: of whole pages, int32[num_copies], page ``pages[i]`` and slot
+    ``slots[i]``; and of recurrent states, int32[num_states], snapshot ``snapshots[i]`` and state
+    slot ``state_slots[i]``. What is written, on either side, is written once."""
 
     pages: IntArray = field(default_factory=_none)
     slots: IntArray = field(default_factory=_none)
+    snapshots: IntArray = field(default_factory=_none)
+    state_slots: IntArray = field(default_factory=_none)
 
 
 NO_HOST_COPIES: Final = HostCopies()
@@ -315,13 +318,14 @@ class StepPlan:
 
     ``released_rows``: rows that no request holds anymore. An admission overwrites everything about
     a row but what its last step with guesses has kept for recurrent states.
-    ``host_saves``: pages that are kept in main memory. They are copied before any page is written,
-    since this very plan may clear and grant them.
+    ``host_saves``: pages and snapshots that are kept in main memory. They are copied before any
+    page or snapshot is written, since this very plan may clear and grant them.
     ``broken_pages``: pages that no request uses and that may hold NaN. The executor clears them
     before they are used, since this very plan may grant them. All other pages hold finite numbers,
     or NaN that was computed by the requests that use them.
     ``broken_window_pages``: the same for window pages.
-    ``host_loads``: pages that are filled from main memory. ``copies`` may read them.
+    ``host_loads``: pages and snapshots that are filled from main memory. ``copies`` may read the
+    pages, and chunks may begin from the snapshots.
     ``window_grants``: grants of window pages, or of ``NO_PAGE``, if layers with windows have pages
     of their own. No entry is granted twice.
     ``groups``: rows of ``decodes`` whose shared pages are worth reading together. Results do not
@@ -460,7 +464,8 @@ def decode_plan(buffer: IntArray) -> StepPlan:
     for name, part in _PARTS.items():
         values[name] = part(*islice(arrays, len(_NAMES[name])))
     if has_host:
-        values |= {name: HostCopies(next(arrays), next(arrays)) for name in _HOST_PARTS}
+        num_arrays = len(_HOST_PATHS) // len(_HOST_PARTS)
+        values |= {name: HostCopies(*islice(arrays, num_arrays)) for name in _HOST_PARTS}
     return StepPlan(step=~step if has_host else step, **values)
 
 

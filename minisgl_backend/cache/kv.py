@@ -30,7 +30,7 @@ Rules for the caller, which nothing here can verify:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
@@ -114,11 +114,13 @@ class KVCache(Protocol):
     def promised_length(self, tokens: IntArray, salt: str) -> int:
         """Number of tokens that ``acquire`` would find if the promised pages alone were cached."""
 
-    def acquire(self, tokens: IntArray, salt: str) -> Lease:
+    def acquire(self, tokens: IntArray, salt: str, *, resumed_at: int = 0) -> Lease:
         """A lease on the longest cached prefix of ``tokens[:-1]``, in whole pages.
 
         ``tokens`` is int32[num_tokens]. The last token is left out because it must be computed for
-        its logits. Only prefixes published with the same ``salt`` are found.
+        its logits. Only prefixes published with the same ``salt`` are found. The caller has the
+        recurrent states after the first ``resumed_at`` tokens, unless that is 0: then the lease
+        has the cached pages up to there, with or without a snapshot after them.
         """
 
     def grow(self, lease: Lease, num_tokens: int) -> bool:
@@ -156,10 +158,10 @@ class KVCache(Protocol):
         for lack of a snapshot or a window after them. But other sequences began with them, so more
         may."""
 
-    def take_snapshot(self, *, rolls: bool = False) -> int | None:
+    def take_snapshot(self, *, rolls: bool = False, spared: Set[int] = frozenset()) -> int | None:
         """The number of a snapshot, under which recurrent states can be saved; None if there is
         none to spare. One that ``rolls`` is held as long as its row decodes; the last snapshots are
-        never given out for that."""
+        never given out for that. None of ``spared`` is given out."""
 
     def attach_snapshot(self, lease: Lease, num_tokens: int, snapshot: int) -> None:
         """Let others begin after the first ``num_tokens`` published tokens of ``lease``, which fill
@@ -167,6 +169,10 @@ class KVCache(Protocol):
 
     def return_snapshot(self, snapshot: int) -> None:
         """Give back a snapshot that was taken and will not be attached."""
+
+    def snapshots_along(self, lease: Lease) -> Sequence[tuple[int, int]]:
+        """The snapshots after published pages of a lease: pairs of a number of pages, ascending,
+        and the snapshot after them."""
 
     def release(self, lease: Lease) -> None:
         """End the lease: its private pages become free, and its shared pages may be evicted."""

@@ -6,7 +6,7 @@ Knows leases and the pool of pages. Must not know which pages hold the same toke
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 import numpy as np
 
@@ -69,7 +69,7 @@ class NaiveCache:
     def promised_length(self, tokens: IntArray, salt: str) -> int:
         return 0
 
-    def acquire(self, tokens: IntArray, salt: str) -> Lease:
+    def acquire(self, tokens: IntArray, salt: str, *, resumed_at: int = 0) -> Lease:
         return self._register(Lease())
 
     def grow(self, lease: Lease, num_tokens: int) -> bool:
@@ -109,7 +109,7 @@ class NaiveCache:
     def cached_length(self, tokens: IntArray, salt: str) -> int:
         return self.match_length(tokens, salt)
 
-    def take_snapshot(self, *, rolls: bool = False) -> int | None:
+    def take_snapshot(self, *, rolls: bool = False, spared: Set[int] = frozenset()) -> int | None:
         return None
 
     def attach_snapshot(self, lease: Lease, num_tokens: int, snapshot: int) -> None:
@@ -117,6 +117,9 @@ class NaiveCache:
 
     def return_snapshot(self, snapshot: int) -> None:
         raise InvariantError("this cache has no snapshots")
+
+    def snapshots_along(self, lease: Lease) -> Sequence[tuple[int, int]]:
+        return ()
 
     def release(self, lease: Lease) -> None:
         self._end(lease)

@@ -28,7 +28,7 @@ Invariants:
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 
 import numpy as np
 
@@ -95,10 +95,13 @@ class RadixTree:
         path = self._path(self.root, tokens, salt)
         return np.concatenate([EMPTY, *(node.pages[:num_pages] for node, num_pages in path)])
 
-    def match(self, tokens: IntArray, salt: bytes) -> tuple[Node, IntArray]:
-        """Pin the longest cached prefix of ``tokens`` (which ends at a snapshot, if the tree needs
-        them); return its last node and its pages."""
-        node, pages = self._pin_path(self.root, self._usable(tokens, salt))
+    def match(self, tokens: IntArray, salt: bytes, *, whole: bool = False) -> tuple[Node, IntArray]:
+        """Pin the longest cached prefix of ``tokens``, which ends at a snapshot if the tree needs
+        them, unless it is to be ``whole``; return its last node and its pages."""
+        path: Iterable[tuple[Node, int]] = self._path(self.root, tokens, salt)
+        if not whole:
+            path = self._usable(tokens, salt)
+        node, pages = self._pin_path(self.root, path)
         if node in self._snapshots:
             self._snapshots.move_to_end(node)
         return node, pages
@@ -128,24 +131,24 @@ class RadixTree:
 
         False if there is one already, or if no match can find these pages anymore.
         """
-        beyond = -num_pages  # pages of the path beyond the end of ``node``, negative if too few
-        each: Node | None = node
-        while each is not None:
-            beyond += len(each.pages)
-            each = each.parent
-        if beyond < 0:
-            raise InvariantError("a snapshot is of tokens that are not cached")
-        while beyond >= len(node.pages) and node.parent is not None:
-            beyond -= len(node.pages)
-            node = node.parent
+        node, num_of_node = self._at(node, num_pages)
         if node.parent is None or node.is_detached:
             return False
-        if beyond:
-            node = self._split(node, len(node.pages) - beyond)
+        if num_of_node < len(node.pages):
+            node = self._split(node, num_of_node)
         if node.snapshot != NO_SNAPSHOT:
             return False
         node.snapshot = snapshot
         self._snapshots[node] = None
+        return True
+
+    def use_snapshot(self, node: Node, num_pages: int) -> bool:
+        """Whether there is a snapshot after the first ``num_pages`` pages of the path to ``node``,
+        which then becomes the most recently used."""
+        node, num_of_node = self._at(node, num_pages)
+        if node not in self._snapshots or num_of_node < len(node.pages):
+            return False
+        self._snapshots.move_to_end(node)
         return True
 
     def take_lost_snapshots(self) -> list[int]:
@@ -154,10 +157,11 @@ class RadixTree:
         self._lost_snapshots = []
         return lost
 
-    def lose_oldest_snapshot(self) -> None:
-        """Lose the least recently used snapshot, if there is any."""
-        if self._snapshots:
-            self._lose_snapshot(next(iter(self._snapshots)))
+    def lose_oldest_snapshot(self, spared: Set[int] = frozenset()) -> None:
+        """Lose the least recently used snapshot that is not ``spared``, if there is any."""
+        oldest = next((node for node in self._snapshots if node.snapshot not in spared), None)
+        if oldest is not None:
+            self._lose_snapshot(oldest)
 
     def snapshots(self) -> list[int]:
         """The snapshots of all nodes, the least recently used first."""
@@ -263,6 +267,21 @@ class RadixTree:
                 f"the tree counts {self.num_pages} pages, {self.num_evictable} of them evictable, "
                 f"but holds {num_pages} and {num_evictable}"
             )
+
+    def _at(self, node: Node, num_pages: int) -> tuple[Node, int]:
+        """The node on the path to ``node`` in which its first ``num_pages`` pages end, and how many
+        of them are of that node."""
+        beyond = -num_pages  # pages of the path beyond the end of ``node``, negative if too few
+        each: Node | None = node
+        while each is not None:
+            beyond += len(each.pages)
+            each = each.parent
+        if beyond < 0:
+            raise InvariantError("a snapshot is of tokens that are not cached")
+        while beyond >= len(node.pages) and node.parent is not None:
+            beyond -= len(node.pages)
+            node = node.parent
+        return node, len(node.pages) - beyond
 
     def _below(self, top: Node) -> Iterator[Node]:
         stack = list(top.children.values())

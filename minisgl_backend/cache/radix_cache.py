@@ -20,7 +20,7 @@ from minisgl_backend.cache.radix import RadixTree, salt_key, salt_of
 from minisgl_backend.cache.tree_watch import TreeWatch
 from minisgl_backend.cache.windows import WindowPages
 from minisgl_backend.errors import InvariantError
-from minisgl_backend.plan import Groups
+from minisgl_backend.plan import NO_SNAPSHOT, Groups
 from minisgl_backend.request import IntArray
 
 
@@ -38,15 +38,15 @@ class RadixCache(NaiveCache):
         needs_snapshots: bool = False,
         host: HostCache | None = None,
     ) -> None:
-        """For ``needs_snapshots`` see ``RadixTree``. With ``host`` there are neither snapshots nor
-        window pages."""
+        """For ``needs_snapshots`` see ``RadixTree``. With ``host`` there are no window pages, and
+        it keeps states if there are snapshots."""
         super().__init__(num_pages, page_size, is_clean=is_clean, windows=windows)
         self._tree = RadixTree(page_size, needs_snapshots=needs_snapshots)
         self._promises = RadixTree(page_size)  # its pages are indices only
         self._watch = watch
         self._host = host
-        if host is not None and (needs_snapshots or windows is not None):
-            raise InvariantError("main memory keeps neither snapshots nor window pages")
+        if host is not None and (windows is not None or host.keeps_states != needs_snapshots):
+            raise InvariantError("main memory keeps other things than the cache")
 
     @property
     def host(self) -> HostCache | None:
@@ -81,18 +81,18 @@ class RadixCache(NaiveCache):
     def promised_length(self, tokens: IntArray, salt: str) -> int:
         return self._promises.match_length(tokens[:-1], salt_key(salt)) * self.page_size
 
-    def acquire(self, tokens: IntArray, salt: str) -> Lease:
+    def acquire(self, tokens: IntArray, salt: str, *, resumed_at: int = 0) -> Lease:
         key = salt_key(salt)
-        found = tokens[:-1]
+        found = tokens[: resumed_at or -1]
         if self._windows is not None:
             found = self._with_window(self._windows, found, key)
-        node, pages = self._tree.match(found, key)
+        node, pages = self._tree.match(found, key, whole=resumed_at > 0)
         lease = Lease(
             pages=array("i", pages.tobytes()),
             num_shared=len(pages),
             node=node,
             salt=key,
-            snapshot=node.snapshot,
+            snapshot=NO_SNAPSHOT if resumed_at else node.snapshot,
         )
         if self._windows is not None:
             self._windows.enter(lease)

@@ -6,7 +6,8 @@ retracted or decoded: the scheduler does.
 
 When a sequence starts, pages of its prefix that main memory has (``cache.host``) and the device
 lacks are loaded into private pages, which are published like those that it computes. When it gives
-back its pages, copies of those that it has published go to main memory.
+back its pages, copies of those that it has published go to main memory, with the snapshots of
+recurrent states along them.
 
 When a further sample of a prompt (``waiting_samples``) starts, it leases the cached pages of the
 prompt. The rest of the prompt, usually its last, partial page, is copied from the pages of its
@@ -140,7 +141,9 @@ class Lifecycle:
         """
         cache, size, windows = self.cache, self.cache.page_size, self.cache.windows
         available = self.room
-        lease = cache.acquire(sequence.reusable, sequence.request.cache_key)
+        resumed_at = 0 if self.states is None else self.states.resume(sequence)
+        tokens, key = sequence.reusable, sequence.request.cache_key
+        lease = cache.acquire(tokens, key, resumed_at=resumed_at)
         # [0, num_shared)           cached: pinned from now on; those that no other lease pinned
         #                           before were available until now
         # [num_shared, known)       granted now, for the known tokens that are not cached
@@ -152,6 +155,8 @@ class Lifecycle:
             cost = Room(cost.pages, available.window_pages - left.window_pages + more)
         if not room.holds(cost):
             cache.release(lease)
+            if self.states is not None:
+                self.states.give_up(sequence)
             return cost
         if not cache.grow(lease, len(sequence.tokens)):
             raise InvariantError(f"request {sequence.request.id} does not fit: pages have leaked")
@@ -161,7 +166,6 @@ class Lifecycle:
         sequence.enter(Phase.PREFILLING)
         sequence.lease, sequence.remapped_at = lease, -1
         sequence.adapter_slot, sequence.loads_adapter = self.places.take(sequence.request.adapter)
-        sequence.begins_from = lease.snapshot
         sequence.row = self.rows.take(
             sequence, num_cached_tokens=lease.num_shared * size, capacity=len(lease.pages) * size
         )
@@ -177,6 +181,8 @@ class Lifecycle:
         the last plan have passed."""
         if self.places.begin_plan():
             self.changes += 1
+        if self.states is not None:
+            self.states.begin_plan()
         windows = self.cache.windows
         if windows is None:
             return
@@ -198,20 +204,26 @@ class Lifecycle:
 
     def load_prefix(self, sequence: Sequence, draft: Draft) -> int:
         """Let a sequence that was just started load the pages of its prefix that main memory has
-        and the cache lacks; returns the number of tokens in them."""
-        host = self.cache.host
+        and the cache lacks, and states after them if it begins from these; returns the number of
+        tokens in the pages."""
+        host, prefix, sequence.loads = self.cache.host, sequence.loads, None
         if host is None:
             return 0
+        if self.states is None:
+            prefix = host.match(sequence.reusable, sequence.request.cache_key)
+        elif prefix is not None:
+            draft.load_states(sequence.begins_from, prefix.state_slot)
+        if prefix is None:
+            return 0
         lease, size = sequence.held(), self.cache.page_size
-        slots = host.match(sequence.reusable, sequence.request.cache_key)
-        begin, end = lease.num_shared, len(slots)
+        begin, end = lease.num_shared, len(prefix.slots)
         # indices of lease.pages:
         # [0, begin)     cached
         # [begin, end)   private: loaded before the step of ``draft`` computes anything
         # [end, ...)     computed by this sequence
         if end <= begin:
             return 0
-        draft.load_pages(lease.pages[begin:end], slots[begin:])
+        draft.load_pages(lease.pages[begin:end], prefix.slots[begin:])
         self.rows.skip(sequence.row, end * size)
         return (end - begin) * size
 
@@ -302,17 +314,18 @@ class Lifecycle:
         #                      returns, may find them
         # [computed, known)    not computed; the last token that was sampled never is
         known = self.rows.known(row)
+        lease = sequence.held()
         if not sequence.failed:
             self.publish(sequence, known)
-            if self.cache.host is not None:
-                pages = self.cache.finite_pages(sequence.held())
-                self.cache.host.save(known, sequence.request.cache_key, pages)
         if self.states is not None:
             self.states.end(sequence)
         if sequence.failed:
-            self.cache.discard(sequence.held())
+            self.cache.discard(lease)
         else:
-            self.cache.release(sequence.held())
+            if self.cache.host is not None:
+                pages, snapshots = self.cache.finite_pages(lease), self.cache.snapshots_along(lease)
+                self.cache.host.save(known, sequence.request.cache_key, pages, snapshots)
+            self.cache.release(lease)
         self.rows.give_back(row)
         self.places.give_back(sequence.request.adapter)
         self._are_groups_current = False  # the row may soon decode for another sequence

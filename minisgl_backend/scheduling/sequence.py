@@ -19,6 +19,7 @@ from enum import Enum
 from types import MappingProxyType
 from typing import Final, TypeAlias
 
+from minisgl_backend.cache.host import HostPrefix
 from minisgl_backend.cache.kv import Lease
 from minisgl_backend.errors import InvariantError
 from minisgl_backend.plan import NO_SNAPSHOT
@@ -63,11 +64,13 @@ class Sequence:
     admits the row must load it. ``num_scored`` counts the prompt tokens whose log-probabilities
     are known by committed steps.
 
+    ``loads`` is what the plan that admits the row loads from main memory, until it does.
+
     Only with recurrent states: ``begins_from`` is the snapshot from which the next chunk begins, if
     it is the first after a cached prefix. ``saves`` are the positions, ascending, after which
     others may want to begin. ``snapshots`` are pairs of such a position and the snapshot that a
-    planned step saves there, until it is known to be finite. ``kept`` is the last position before
-    which the decoding row's states were kept, and the snapshot.
+    planned step saves there, or loads, until it is known to be finite. ``kept`` is the last
+    position before which the decoding row's states were kept, and the snapshot.
     """
 
     request: Request
@@ -82,6 +85,7 @@ class Sequence:
     adapter_slot: int = 0
     loads_adapter: bool = False
     num_scored: int = 0
+    loads: HostPrefix | None = None
     begins_from: int = NO_SNAPSHOT
     saves: tuple[int, ...] = ()
     snapshots: list[tuple[int, int]] = field(default_factory=list)

@@ -2,7 +2,8 @@
 
 A chunk saves the states at positions after which another request may begin. A decoding row, with
 guesses or without, keeps its latest states in a single snapshot, which it overwrites again and
-again.
+again. If main memory has states of a longer prefix than the device, a sequence begins from a
+snapshot that they are loaded into, and others may find it like one that was saved.
 
 Knows positions and numbers of snapshots; ``cache.snapshots`` knows to which prefix each belongs.
 Must not know what a state is, or when the executor copies it.
@@ -45,10 +46,47 @@ class StateSnapshots:
         self._rows = rows
         self._page_size = cache.page_size
         self._kept_every = lcm(cache.page_size, WHOLE_EVERY)
+        self._begun_from: set[int] = set()  # by rows that the plan being made has started
+
+    def begin_plan(self) -> None:
+        """Another plan is made from here on."""
+        self._begun_from.clear()
+
+    def resume(self, sequence: Sequence) -> int:
+        """Let a waiting sequence begin from states in main memory, if they are far enough after
+        those that the device has, and if there is a snapshot to load them into: one from which no
+        chunk of the same plan begins, since it is overwritten before that. Returns the number of
+        tokens before these states, or 0."""
+        cache, host = self._cache, self._cache.host
+        tokens, key = sequence.reusable, sequence.request.cache_key
+        if host is None:
+            return 0
+        resumed_at, found = host.match_length(tokens, key), cache.match_length(tokens, key)
+        if resumed_at <= found + _apart(found):
+            return 0
+        snapshot = cache.take_snapshot(spared=self._begun_from)
+        if snapshot is None:
+            return 0
+        sequence.loads = host.match(tokens, key)
+        sequence.snapshots.append((resumed_at, snapshot))
+        return resumed_at
+
+    def give_up(self, sequence: Sequence) -> None:
+        """Take back ``resume``: the sequence goes on waiting."""
+        sequence.loads = None
+        for _, snapshot in sequence.snapshots:
+            self._cache.return_snapshot(snapshot)
+        sequence.snapshots.clear()
 
     def begin(self, sequence: Sequence) -> None:
-        """Choose the positions at which a sequence that was just started saves its states."""
-        sequence.saves = self._worth_saving(sequence)
+        """Choose where a sequence that was just started begins, and the positions at which it saves
+        its states."""
+        begun = sequence.held().num_shared * self._page_size, sequence.held().snapshot
+        if sequence.loads is not None:
+            (begun,) = sequence.snapshots
+        num_begun, sequence.begins_from = begun
+        self._begun_from.add(sequence.begins_from)
+        sequence.saves = self._worth_saving(sequence, num_begun)
         first = len(sequence.tokens)
         self._rows.keeps_at[sequence.row] = self._keeps_at(first, self._last_found(sequence))
 
@@ -118,11 +156,11 @@ class StateSnapshots:
         if (self._rows.planned[rows] > self._rows.keeps_at[rows]).any():
             raise InvariantError("a row has passed the position at which it keeps its states")
 
-    def _worth_saving(self, sequence: Sequence) -> tuple[int, ...]:
-        """The positions after which another request may begin: where this one diverges from cached
-        ones, and the last one after which it could itself begin if it came again."""
+    def _worth_saving(self, sequence: Sequence, begun: int) -> tuple[int, ...]:
+        """The positions after which another request may begin: where this one, which begins at
+        ``begun``, diverges from cached ones, and the last one after which it could itself begin if
+        it came again."""
         parted = self._cache.cached_length(sequence.tokens, sequence.request.cache_key)
-        begun = sequence.held().num_shared * self._page_size
         worth = set()
         if (last := self._last_found(sequence)) > begun:
             worth.add(last)

@@ -14,7 +14,8 @@ Layers with windows may have their own pages: the same numbers, kept in window p
 through their table as far as a window reaches. The result is wrong if they differ from those of the
 other layers, and NaN if any window page in a row's line of the table has NaN.
 
-Main memory keeps copies of pages by slot. A page that may hold NaN must not get there.
+Main memory keeps copies of pages by slot, and of states by state slot. What may hold NaN must not
+get there.
 
 Rows may have recurrent states, too: all KV so far, carried from step to step and not read through
 the page table. A token is wrong if the two differ. States stay as they are in a step with guesses,
@@ -202,7 +203,7 @@ class FakeExecutor:
     tokens. There is memory for the updates of ``most_unsettled`` rows. The MTP layer guesses
     ``mtp_tokens`` for a row. ``num_cleared`` counts the
     broken pages of all plans, ``num_kept`` the states of decoding rows that were kept,
-    ``num_loaded`` the pages that came from main memory.
+    ``num_loaded`` the pages that came from main memory, ``num_states_loaded`` the states.
     """
 
     num_pages: int
@@ -219,6 +220,7 @@ class FakeExecutor:
     num_cleared: int = 0
     num_kept: int = 0
     num_loaded: int = 0
+    num_states_loaded: int = 0
     _kv: npt.NDArray[np.uint64] = field(init=False)  # [num_pages, page_size]
     _is_nan: npt.NDArray[np.bool_] = field(init=False)  # [num_pages, page_size]
     _page_table: npt.NDArray[np.int64] = field(init=False)  # [num_rows, pages of a sequence]
@@ -228,6 +230,7 @@ class FakeExecutor:
     _window_is_nan: npt.NDArray[np.bool_] = field(init=False)  # the last is the dummy page
     _window_table: npt.NDArray[np.int64] = field(init=False)  # as _page_table
     _host: dict[int, npt.NDArray[np.uint64]] = field(init=False, default_factory=dict)
+    _host_states: dict[int, _State] = field(init=False, default_factory=dict)
     _snapshots: dict[int, _State] = field(init=False, default_factory=dict)
     _rows: dict[int, _Row] = field(init=False, default_factory=dict)
     _queue: deque[FakePending] = field(init=False, default_factory=deque)
@@ -266,7 +269,7 @@ class FakeExecutor:
             if plan.step or row in self._rows:  # a planner that replaces another releases all
                 del self._rows[row]
             self._page_table[row] = -1
-        self._save_pages(plan.host_saves)
+        self._save(plan.host_saves)
         self._kv[plan.broken_pages] = _POISON
         self._is_nan[plan.broken_pages] = False
         self._window_kv[plan.broken_window_pages] = _POISON
@@ -282,7 +285,7 @@ class FakeExecutor:
         places = list(_lines(of_windows.rows, of_windows.indices))
         assert len(places) == len(set(places)), "an entry of the window table is written twice"
         self._window_table[of_windows.rows, of_windows.indices] = of_windows.pages
-        self._load_pages(plan.host_loads)
+        self._load(plan.host_loads)
         self._copy(plan.copies)
         self._settle(plan)
         self._keep_states(plan)
@@ -409,15 +412,23 @@ class FakeExecutor:
             if index * self.page_size >= self._rows[row].computed:
                 self._kv[page] = _POISON  # granted for writing: what it held is gone
 
-    def _save_pages(self, saves: HostCopies) -> None:
+    def _save(self, saves: HostCopies) -> None:
         assert len({*saves.slots.tolist()}) == len(saves.slots)
+        assert len({*saves.state_slots.tolist()}) == len(saves.state_slots)
         for page, slot in _lines(saves.pages, saves.slots):
             assert not self._is_nan[page].any(), "main memory keeps a page with NaN"
             self._host[slot] = self._kv[page].copy()
+        for snapshot, slot in _lines(saves.snapshots, saves.state_slots):
+            self._host_states[slot] = self._snapshots[snapshot]
+            assert not self._host_states[slot].has_nan, "main memory keeps states with NaN"
 
-    def _load_pages(self, loads: HostCopies) -> None:
+    def _load(self, loads: HostCopies) -> None:
         assert len({*loads.pages.tolist()}) == len(loads.pages)
+        assert len({*loads.snapshots.tolist()}) == len(loads.snapshots)
         self.num_loaded += len(loads.pages)
+        self.num_states_loaded += len(loads.snapshots)
+        for snapshot, slot in _lines(loads.snapshots, loads.state_slots):
+            self._snapshots[snapshot] = self._host_states[slot]
         for page, slot in _lines(loads.pages, loads.slots):
             self._kv[page] = self._host[slot]
             assert not self._is_nan[page].any(), "a page with NaN is granted"

@@ -48,7 +48,8 @@ _FIRST_TURN = 1000  # the number of the first request that continues another
 class Setup:
     """All that may differ between two runs of one workload. With ``num_snapshots``, rows have
     recurrent states; with ``window``, there are ``num_window_pages`` in addition to the other
-    pages. Main memory has ``num_host_slots``. Chunks end at ``section`` boundaries."""
+    pages. Main memory has ``num_host_slots`` and, with snapshots, ``num_state_slots``. Chunks end
+    at ``section`` boundaries."""
 
     page_size: int
     num_pages: int
@@ -65,6 +66,7 @@ class Setup:
     window: int | None = None
     num_window_pages: int = 0
     num_host_slots: int = 0
+    num_state_slots: int = 0
     section: int | None = None
     speculative_tokens: int = 0
     speculative_max_requests: int = 8
@@ -85,12 +87,13 @@ class Setup:
             )
         if self.cache == "naive":
             return NaiveCache(self.num_pages, self.page_size, windows=windows)
+        host = None
+        if self.num_host_slots:
+            num_state_slots = None if self.num_snapshots is None else self.num_state_slots
+            host = HostCache(self.num_host_slots, self.page_size, num_state_slots=num_state_slots)
         if self.num_snapshots is None:
-            host = None
-            if self.num_host_slots:
-                host = HostCache(self.num_host_slots, self.page_size)
             return RadixCache(self.num_pages, self.page_size, windows=windows, host=host)
-        return SnapshotCache(self.num_pages, self.page_size, self.num_snapshots)
+        return SnapshotCache(self.num_pages, self.page_size, self.num_snapshots, host=host)
 
 
 @dataclass(slots=True)
@@ -329,6 +332,20 @@ def with_host(setup: Setup) -> Setup:
         window=None,
         num_window_pages=0,
         num_host_slots=setup.num_pages // 2,
+    )
+
+
+def with_host_states(setup: Setup) -> Setup:
+    """The same for rows with recurrent states, of which the device keeps few."""
+    return replace(
+        setup,
+        cache="radix",
+        section=None,
+        window=None,
+        num_window_pages=0,
+        num_snapshots=setup.num_snapshots or 3,
+        num_host_slots=setup.num_pages,
+        num_state_slots=2,
     )
 
 

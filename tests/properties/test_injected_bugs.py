@@ -6,15 +6,16 @@ must notice a wrong token. Without a bug the same workloads pass.
 
 from __future__ import annotations
 
+import collections.abc
 import random
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from minisgl_backend.cache.host import HostCache
+from minisgl_backend.cache.host import HostCache, HostPrefix
 from minisgl_backend.cache.kv import Lease
 from minisgl_backend.cache.naive_cache import NaiveCache
 from minisgl_backend.cache.pages import PagePool, as_array
@@ -43,6 +44,7 @@ from tests.fakes.harness import (
     run_randomly,
     with_guesses,
     with_host,
+    with_host_states,
     with_mtp,
 )
 from tests.properties.effort import examples
@@ -52,6 +54,8 @@ NUM_SOUND_SEEDS = examples(50)
 """More than any bug needs to be noticed."""
 
 Inject = Callable[[pytest.MonkeyPatch], None]
+Kept = collections.abc.Sequence[tuple[int, int]]
+"""Snapshots, each with the number of pages before it."""
 
 
 def freed_in_flight(patch: pytest.MonkeyPatch) -> None:
@@ -131,8 +135,8 @@ def matched_in_full(patch: pytest.MonkeyPatch) -> None:
     """A prompt that is cached to its end leaves no token to compute."""
     acquire = RadixCache.acquire
 
-    def acquire_all(self: RadixCache, tokens: IntArray, salt: str) -> Lease:
-        return acquire(self, np.append(tokens, np.int32(0)), salt)
+    def acquire_all(self: RadixCache, tokens: IntArray, salt: str, *, resumed_at: int = 0) -> Lease:
+        return acquire(self, np.append(tokens, np.int32(0)), salt, resumed_at=resumed_at)
 
     patch.setattr(RadixCache, "acquire", acquire_all)
 
@@ -373,24 +377,26 @@ def saved_late(patch: pytest.MonkeyPatch) -> None:
 
 def saved_after_loads(patch: pytest.MonkeyPatch) -> None:
     """Pages are saved after others of the same step are cleared, granted and loaded."""
-    save, load = FakeExecutor._save_pages, FakeExecutor._load_pages
+    save, load = FakeExecutor._save, FakeExecutor._load
     due: list[HostCopies] = []
 
     def load_first(self: FakeExecutor, loads: HostCopies) -> None:
         load(self, loads)
         save(self, due.pop())
 
-    patch.setattr(FakeExecutor, "_save_pages", lambda self, saves: due.append(saves))
-    patch.setattr(FakeExecutor, "_load_pages", load_first)
+    patch.setattr(FakeExecutor, "_save", lambda self, saves: due.append(saves))
+    patch.setattr(FakeExecutor, "_load", load_first)
 
 
 def saved_to_an_evicted_slot(patch: pytest.MonkeyPatch) -> None:
     """A slot that is given to another prefix before it is saved to gets the page of the first."""
     save = HostCache.save
 
-    def save_first(self: HostCache, tokens: IntArray, salt: str, pages: IntArray) -> None:
+    def save_first(
+        self: HostCache, tokens: IntArray, salt: str, pages: IntArray, snapshots: Kept = ()
+    ) -> None:
         before = dict(self._pending)
-        save(self, tokens, salt, pages)
+        save(self, tokens, salt, pages, snapshots)
         self._pending |= before
 
     patch.setattr(HostCache, "save", save_first)
@@ -406,9 +412,9 @@ def saved_unverified(patch: pytest.MonkeyPatch) -> None:
 def loaded_from_stale_slots(patch: pytest.MonkeyPatch) -> None:
     """A prefix that was found once is found there again, though its slots were given to others."""
     match = HostCache.match
-    found: dict[tuple[HostCache, str, bytes], IntArray] = {}
+    found: dict[tuple[HostCache, str, bytes], HostPrefix] = {}
 
-    def match_once(self: HostCache, tokens: IntArray, salt: str) -> IntArray:
+    def match_once(self: HostCache, tokens: IntArray, salt: str) -> HostPrefix:
         return found.setdefault((self, salt, tokens.tobytes()), match(self, tokens, salt))
 
     patch.setattr(HostCache, "match", match_once)
@@ -428,10 +434,96 @@ def loaded_in_full(patch: pytest.MonkeyPatch) -> None:
     """A prompt that main memory has to its end leaves no token to compute."""
     match = HostCache.match
 
-    def match_all(self: HostCache, tokens: IntArray, salt: str) -> IntArray:
+    def match_all(self: HostCache, tokens: IntArray, salt: str) -> HostPrefix:
         return match(self, np.append(tokens, np.int32(0)), salt)
 
     patch.setattr(HostCache, "match", match_all)
+
+
+def states_saved_too_early(patch: pytest.MonkeyPatch) -> None:
+    """States are found one page before the tokens that they are of."""
+    along = SnapshotCache.snapshots_along
+
+    def earlier(self: SnapshotCache, lease: Lease) -> Kept:
+        return [(num_pages - 1, number) for num_pages, number in along(self, lease)]
+
+    patch.setattr(SnapshotCache, "snapshots_along", earlier)
+
+
+def states_saved_to_an_evicted_slot(patch: pytest.MonkeyPatch) -> None:
+    """A state slot that is given away before it is saved to gets the states of the first prefix."""
+    save = HostCache._save_states
+
+    def save_first(self: HostCache, node: Node, num_pages: int, snapshot: int) -> None:
+        before = dict(self._pending_states)
+        save(self, node, num_pages, snapshot)
+        self._pending_states |= before
+
+    patch.setattr(HostCache, "_save_states", save_first)
+
+
+def states_loaded_over_those_begun_from(patch: pytest.MonkeyPatch) -> None:
+    """States are loaded into a snapshot from which another chunk of the plan begins."""
+    take = SnapshotCache.take_snapshot
+
+    def take_any(
+        self: SnapshotCache, *, rolls: bool = False, spared: Set[int] = frozenset()
+    ) -> int | None:
+        return take(self, rolls=rolls)
+
+    patch.setattr(SnapshotCache, "take_snapshot", take_any)
+
+
+def states_saved_late(patch: pytest.MonkeyPatch) -> None:
+    """Snapshots are saved one plan later, when they may have other states."""
+    take = HostCache.take_saves
+    due: dict[HostCache, HostCopies] = {}
+
+    def take_older(self: HostCache) -> HostCopies:
+        now = take(self)
+        older, due[self] = due.get(self, HostCopies()), now
+        return HostCopies(now.pages, now.slots, older.snapshots, older.state_slots)
+
+    patch.setattr(HostCache, "take_saves", take_older)
+
+
+def states_loaded_from_another_slot(patch: pytest.MonkeyPatch) -> None:
+    """States are those of another prefix."""
+    load = Draft.load_states
+    loaded: list[int] = []
+
+    def load_last(self: Draft, snapshot: int, state_slot: int) -> None:
+        loaded.append(state_slot)
+        load(self, snapshot, loaded[max(0, len(loaded) - 2)])
+
+    patch.setattr(Draft, "load_states", load_last)
+
+
+def loaded_states_attached_to_all(patch: pytest.MonkeyPatch) -> None:
+    """A snapshot with loaded states is found at the end of the prompt, not where they belong."""
+    resume = StateSnapshots.resume
+
+    def resume_late(self: StateSnapshots, sequence: Sequence) -> int:
+        resumed_at = resume(self, sequence)
+        if resumed_at:
+            size, (_, number) = self._page_size, sequence.snapshots.pop()
+            end = (len(sequence.tokens) - 1) // size * size
+            sequence.snapshots.append((end, number))
+        return resumed_at
+
+    patch.setattr(StateSnapshots, "resume", resume_late)
+
+
+def pages_without_states_leased(patch: pytest.MonkeyPatch) -> None:
+    """A lease has cached pages beyond the states that are loaded."""
+    acquire = SnapshotCache.acquire
+
+    def acquire_all(
+        self: SnapshotCache, tokens: IntArray, salt: str, *, resumed_at: int = 0
+    ) -> Lease:
+        return acquire(self, tokens, salt, resumed_at=len(tokens) - 1 if resumed_at else 0)
+
+    patch.setattr(SnapshotCache, "acquire", acquire_all)
 
 
 def without_guards(patch: pytest.MonkeyPatch) -> None:
@@ -493,7 +585,17 @@ BUGS_OF_HOST: dict[Inject, int] = {
     loaded_in_full: 2,
 }
 """The same in workloads with prefixes in main memory."""
-ALL_BUGS = BUGS | BUGS_OF_GUESSES | BUGS_OF_MTP | BUGS_OF_HOST
+BUGS_OF_HOST_STATES: dict[Inject, int] = {
+    states_saved_too_early: 0,
+    states_saved_to_an_evicted_slot: 32,
+    states_loaded_over_those_begun_from: 113,
+    states_saved_late: 25,
+    states_loaded_from_another_slot: 3,
+    loaded_states_attached_to_all: 3,
+    pages_without_states_leased: 3,
+}
+"""The same with recurrent states there."""
+ALL_BUGS = BUGS | BUGS_OF_GUESSES | BUGS_OF_MTP | BUGS_OF_HOST | BUGS_OF_HOST_STATES
 
 
 def as_drawn(setup: Setup) -> Setup:
@@ -510,6 +612,8 @@ def noticed(inject: Inject, *, by: tuple[type[Exception], ...], check: bool) -> 
         changed = with_mtp
     if inject in BUGS_OF_HOST:
         changed = with_host
+    if inject in BUGS_OF_HOST_STATES:
+        changed = with_host_states
     for seed in (ALL_BUGS[inject], *range(NUM_SEEDS)):
         rng = random.Random(seed)
         try:
@@ -528,6 +632,7 @@ def noticed(inject: Inject, *, by: tuple[type[Exception], ...], check: bool) -> 
         (with_guesses, NUM_SOUND_SEEDS // 5),
         (with_mtp, NUM_SOUND_SEEDS // 2),
         (with_host, NUM_SOUND_SEEDS // 2),
+        (with_host_states, NUM_SOUND_SEEDS),
     ],
 )
 def test_without_a_bug_all_workloads_pass(

@@ -110,11 +110,12 @@ def test_copies_to_and_from_main_memory_take_no_words_if_there_are_none() -> Non
     assert len(encode_plan(EMPTY_PLAN)) == 2 * (1 + num_arrays)
     one = np.array([5], np.int32)
     for name in ("host_saves", "host_loads"):
-        parts: dict[str, Any] = {name: HostCopies(one, one)}
-        plan = StepPlan(step=2**63 - 1, **parts)
-        words = encode_plan(plan)
-        assert len(words) == 2 * (1 + num_arrays + 4) + 2
-        assert_same(decode_plan(words), plan)
+        for copies in (HostCopies(one, one), HostCopies(snapshots=one, state_slots=one)):
+            parts: dict[str, Any] = {name: copies}
+            plan = StepPlan(step=2**63 - 1, **parts)
+            words = encode_plan(plan)
+            assert len(words) == 2 * (1 + num_arrays + 8) + 2
+            assert_same(decode_plan(words), plan)
 
 
 def test_a_sampled_row_is_a_last_chunk_or_decodes() -> None:

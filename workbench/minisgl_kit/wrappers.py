@@ -9,7 +9,7 @@ object, and wraps the empty one from then on: the state of a subclass outlives i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import TYPE_CHECKING
 
 from minisgl_backend.cache.host import HostCache
@@ -77,8 +77,8 @@ class CacheWrapper:
     def match_length(self, tokens: IntArray, salt: str) -> int:
         return self.wrapped.match_length(tokens, salt)
 
-    def acquire(self, tokens: IntArray, salt: str) -> Lease:
-        return self.wrapped.acquire(tokens, salt)
+    def acquire(self, tokens: IntArray, salt: str, *, resumed_at: int = 0) -> Lease:
+        return self.wrapped.acquire(tokens, salt, resumed_at=resumed_at)
 
     def grow(self, lease: Lease, num_tokens: int) -> bool:
         return self.wrapped.grow(lease, num_tokens)
@@ -116,14 +116,17 @@ class CacheWrapper:
     def cached_length(self, tokens: IntArray, salt: str) -> int:
         return self.wrapped.cached_length(tokens, salt)
 
-    def take_snapshot(self, *, rolls: bool = False) -> int | None:
-        return self.wrapped.take_snapshot(rolls=rolls)
+    def take_snapshot(self, *, rolls: bool = False, spared: Set[int] = frozenset()) -> int | None:
+        return self.wrapped.take_snapshot(rolls=rolls, spared=spared)
 
     def attach_snapshot(self, lease: Lease, num_tokens: int, snapshot: int) -> None:
         self.wrapped.attach_snapshot(lease, num_tokens, snapshot)
 
     def return_snapshot(self, snapshot: int) -> None:
         self.wrapped.return_snapshot(snapshot)
+
+    def snapshots_along(self, lease: Lease) -> Sequence[tuple[int, int]]:
+        return self.wrapped.snapshots_along(lease)
 
     def release(self, lease: Lease) -> None:
         self.wrapped.release(lease)

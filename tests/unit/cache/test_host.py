@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minisgl_backend.cache.host import HostCache
+from minisgl_backend.plan import NO_SNAPSHOT
 from minisgl_backend.request import IntArray
 from tests.fakes.executor import tokens_of
 
@@ -32,7 +33,9 @@ def saves(host: HostCache) -> dict[int, int]:
 
 
 def found(host: HostCache, pattern: str, salt: str = "", rest: int = 1) -> list[int]:
-    slots: list[int] = host.match(tokens(pattern, rest), salt).tolist()
+    prefix = tokens(pattern, rest)
+    slots: list[int] = host.match(prefix, salt).slots.tolist()
+    assert host.match_length(prefix, salt) == len(slots) * SIZE
     return slots
 
 
@@ -103,6 +106,66 @@ def test_a_slot_that_is_taken_away_before_it_is_saved_to_gets_the_newer_page() -
     host.save(tokens("xy"), "", pages(3, 4))
     assert saves(host).keys() == {3, 4}
     assert found(host, "ab") == []
+
+
+def with_states(num_slots: int, num_state_slots: int) -> HostCache:
+    return HostCache(num_slots, SIZE, num_state_slots=num_state_slots)
+
+
+def saved_states(host: HostCache) -> dict[int, int]:
+    """The state slots of snapshots that a plan saves."""
+    taken = host.take_saves()
+    host.check()
+    assert len({*taken.state_slots.tolist()}) == len(taken.state_slots), "each is written once"
+    return dict(zip(taken.snapshots.tolist(), taken.state_slots.tolist(), strict=True))
+
+
+def test_a_prefix_is_found_up_to_the_last_states() -> None:
+    host = with_states(8, 4)
+    host.save(tokens("abcd"), "", pages(1, 2, 3, 4), [(1, 70), (3, 71), (5, 72)])
+    slots = saved_states(host)
+    assert slots.keys() == {70, 71}, "there are no pages before the third"
+    assert host.num_used == 4
+    for pattern, num_pages, snapshot in (("abcd", 3, 71), ("abc", 3, 71), ("abx", 1, 70)):
+        prefix = host.match(tokens(pattern), "")
+        assert (len(prefix.slots), prefix.state_slot) == (num_pages, slots[snapshot])
+    assert host.match(tokens("abc", rest=0), "").state_slot == slots[70]
+    assert host.match(tokens("xbc"), "").state_slot == NO_SNAPSHOT
+    host.save(tokens("abcd"), "", pages(5, 6, 7, 8), [(1, 80), (3, 81), (4, 82)])
+    assert saved_states(host).keys() == {82}, "others are kept already"
+
+
+def test_the_least_recently_used_states_make_room() -> None:
+    host = with_states(8, 2)
+    host.save(tokens("ab"), "", pages(1, 2), [(1, 70), (2, 71)])
+    assert saved_states(host).keys() == {70, 71}
+    assert len(found(host, "ax")) == 1  # more recent now
+    assert saved_states(host) == {}
+    host.save(tokens("q"), "", pages(3), [(1, 72)])
+    assert saved_states(host).keys() == {72}
+    assert [len(found(host, each)) for each in ("ab", "ax", "q")] == [1, 1, 1]
+    assert host.num_used == 3, "pages stay without states"
+
+
+def test_a_state_slot_that_is_matched_is_not_saved_to_in_the_same_plan() -> None:
+    host = with_states(8, 1)
+    host.save(tokens("a"), "", pages(1), [(1, 70)])
+    slots = saved_states(host)
+    assert host.match(tokens("a"), "").state_slot == slots[70]
+    host.save(tokens("b"), "", pages(2), [(1, 71)])
+    assert saved_states(host) == {}
+    host.save(tokens("c"), "", pages(3), [(1, 72)])  # in the next one it is
+    assert saved_states(host) == {72: slots[70]}
+
+
+def test_evicted_pages_lose_their_states() -> None:
+    host = with_states(2, 2)
+    host.save(tokens("ab"), "", pages(1, 2), [(1, 70), (2, 71)])
+    host.save(tokens("xy"), "", pages(3, 4), [(2, 72)])
+    assert saved_states(host).keys() >= {72}
+    assert [len(found(host, each)) for each in ("ab", "xy")] == [0, 2]
+    fresh = host.emptied()
+    assert (fresh.num_state_slots, fresh.num_used, found(fresh, "xy")) == (2, 0, [])
 
 
 @settings(max_examples=100, deadline=None)

@@ -11,6 +11,7 @@ import pytest
 from minisgl_backend.cache.host import HostCache
 from minisgl_backend.cache.naive_cache import NaiveCache
 from minisgl_backend.cache.radix_cache import RadixCache
+from minisgl_backend.cache.snapshots import SnapshotCache
 from minisgl_backend.cache.windows import WindowPages
 from minisgl_backend.errors import InvariantError
 from minisgl_backend.plan import NO_TOKEN, StepPlan
@@ -136,13 +137,16 @@ def test_a_planner_in_place_of_another_finds_nothing_in_main_memory() -> None:
     assert not len(plan.host_saves.pages)
 
 
-def test_only_a_cache_whose_pages_are_all_of_a_prefix_has_a_second_level() -> None:
+def test_the_second_level_keeps_what_the_first_has() -> None:
     host = HostCache(4, PAGE_SIZE)
+    with_states = HostCache(4, PAGE_SIZE, num_state_slots=2)
     windows = WindowPages(4, num_pages=8, page_size=PAGE_SIZE, window=5)
-    with pytest.raises(InvariantError, match="main memory keeps neither"):
+    with pytest.raises(InvariantError, match="main memory keeps other things"):
         RadixCache(8, PAGE_SIZE, windows=windows, host=host)
-    with pytest.raises(InvariantError, match="main memory keeps neither"):
-        RadixCache(8, PAGE_SIZE, needs_snapshots=True, host=host)
+    with pytest.raises(InvariantError, match="main memory keeps other things"):
+        SnapshotCache(8, PAGE_SIZE, 2, host=host)
+    with pytest.raises(InvariantError, match="main memory keeps other things"):
+        RadixCache(8, PAGE_SIZE, host=with_states)
     cache = NaiveCache(8, PAGE_SIZE)
     lease = cache.acquire(np.arange(9, dtype=np.int32), "")
     assert cache.host is None and not len(cache.finite_pages(lease))

@@ -196,9 +196,9 @@ class CountingCache(RadixCache):
 
     num_acquired = 0
 
-    def acquire(self, tokens: IntArray, salt: str = "") -> Lease:
+    def acquire(self, tokens: IntArray, salt: str, *, resumed_at: int = 0) -> Lease:
         self.num_acquired += 1
-        return super().acquire(tokens, salt)
+        return super().acquire(tokens, salt, resumed_at=resumed_at)
 
 
 def test_a_blocked_request_is_not_matched_again_in_each_step() -> None:

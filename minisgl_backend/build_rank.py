@@ -45,7 +45,7 @@ from minisgl_backend.progress import Progress, shown, unseen
 from minisgl_backend.rank_memory import (
     CacheSizes,
     cache_sizes,
-    make_host_pages,
+    make_host_slots,
     make_states,
     make_storage,
 )
@@ -92,7 +92,7 @@ def build_rank(
     sizes = cache_sizes(facts, group)
     states = make_states(facts, sizes)
     storage = make_storage(facts, sizes)
-    host_pages = make_host_pages(facts, sizes, storage)
+    host_slots = make_host_slots(facts, sizes, storage, states)
     _log_free_memory(facts, f"after making {storage.num_pages} KV pages")
     model.bind_pages(storage.layers)
     if states is not None:
@@ -120,7 +120,7 @@ def build_rank(
         adapter_store=store,
         watch_logits=parts.watch_logits,
         progress=progress,
-        host_pages=host_pages,
+        host_slots=host_slots,
     )
     meet()
     info = _info(facts, attention, sizes)
@@ -158,6 +158,7 @@ def _info(facts: Resolved, attention: PagedAttention, sizes: CacheSizes) -> Engi
         num_window_pages=sizes.num_window_pages,
         window=None if sizes.num_window_pages is None else facts.shape.window,
         num_host_slots=sizes.num_host_slots,
+        num_state_slots=sizes.num_state_slots,
         section=facts.shape.section,
         max_running_requests=options.max_running_requests,
         max_queued_requests=options.max_queued_requests,

@@ -49,13 +49,18 @@ def build_scheduler(
         )
     host = None
     if info.num_host_slots:
-        host = HostCache(info.num_host_slots, info.page_size, watch=host_watch)
+        num_state_slots = None if info.num_snapshots is None else info.num_state_slots
+        host = HostCache(
+            info.num_host_slots, info.page_size, num_state_slots=num_state_slots, watch=host_watch
+        )
     if options.cache == "naive":
         cache = NaiveCache(info.num_pages, info.page_size, windows=windows)
     elif info.num_snapshots is None:
         cache = RadixCache(info.num_pages, info.page_size, watch=watch, windows=windows, host=host)
     else:
-        cache = SnapshotCache(info.num_pages, info.page_size, info.num_snapshots, watch=watch)
+        cache = SnapshotCache(
+            info.num_pages, info.page_size, info.num_snapshots, watch=watch, host=host
+        )
     on_cpu = info.device == "cpu"
     config = SchedulerConfig(
         max_running_requests=options.max_running_requests,

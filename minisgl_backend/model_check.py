@@ -156,13 +156,11 @@ def _check_windows(options: EngineOptions, spec: ModelSpec) -> None:
 
 
 def _check_host_cache(options: EngineOptions, spec: ModelSpec) -> None:
-    """Raise ``ConfigError`` if main memory is to keep prefixes, and pages alone are not enough to
-    go on from one."""
+    """Raise ``ConfigError`` if main memory is to keep prefixes, and cannot keep all that is needed
+    to go on from one."""
     if not options.host_cache_gib:
         return
     wanted = f"option host_cache_gib={options.host_cache_gib:g}"
-    if spec.recurrent is not None:
-        raise ConfigError(f"{wanted}: recurrent states, which {spec.architecture} has, stay behind")
     shape = spec.attention_shape().for_context(context_of(options, spec))
     if shape.window_pages:
         raise ConfigError(

@@ -153,6 +153,10 @@ class HostCopies:
     snapshots: IntArray = field(default_factory=_none)
     state_slots: IntArray = field(default_factory=_none)
 
+    @property
+    def is_empty(self) -> bool:
+        return not (len(self.pages) or len(self.snapshots))
+
 
 NO_HOST_COPIES: Final = HostCopies()
 

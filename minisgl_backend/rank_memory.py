@@ -1,5 +1,5 @@
-"""A rank's memory for what plans refer to by number: pages, window pages, snapshots of states,
-and slots of main memory.
+"""A rank's memory for what plans refer to by number: pages, window pages, snapshots of states, and
+slots of main memory for pages and states.
 
 Decides how many there are, the same number on every rank, and makes the tensors for them. Must not
 know the model's layers beyond the shapes of what they keep, or who uses a page.
@@ -14,6 +14,8 @@ import torch
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.execution.host_pages import HostPages
+from minisgl_backend.execution.host_slots import HostSlots
+from minisgl_backend.execution.host_states import HostStates
 from minisgl_backend.execution.states import (
     StateStorage,
     bytes_per_slot,
@@ -40,13 +42,15 @@ class CacheSizes:
     """How many pages, snapshots and window pages each rank has.
 
     ``num_snapshots`` is None if the model has no recurrent layers, ``num_window_pages`` if none
-    have pages of their own. Main memory has ``num_host_slots``, for a page each.
+    have pages of their own. Main memory has ``num_host_slots``, for a page each, and
+    ``num_state_slots``, for a snapshot each.
     """
 
     num_pages: int
     num_snapshots: int | None = None
     num_window_pages: int | None = None
     num_host_slots: int = 0
+    num_state_slots: int = 0
 
 
 def cache_sizes(facts: Resolved, group: Group) -> CacheSizes:
@@ -57,14 +61,16 @@ def cache_sizes(facts: Resolved, group: Group) -> CacheSizes:
     """
     device, options = facts.device, facts.options
     cap_bytes = device.kv_bytes_cap
-    num_host_slots = choose_num_host_slots(facts)  # before any rank takes the memory
+    host_slots = choose_host_slots(facts)  # before any rank takes the memory
     # hosts may have different amounts of main memory
     may_differ = device.is_host and not facts.place.is_one_host
     free_bytes = least_free_memory(group, device.free_memory(), may_differ=may_differ)
     if cap_bytes is not None:  # a CPU's memory, which the ranks of a host share
         num_sharing = facts.place.local_size * options.data_parallel_size
         free_bytes //= num_sharing
-        free_bytes -= num_host_slots * _page_bytes(facts)
+        free_bytes -= sum(
+            number * size for number, size in zip(host_slots, _host_slot_bytes(facts), strict=True)
+        )
         cap_bytes //= num_sharing
     rows = options.max_running_requests + 1
     reserved_bytes = SamplingTable.num_bytes(rows, facts.spec.vocab_size, options.most_guesses)
@@ -80,7 +86,7 @@ def cache_sizes(facts: Resolved, group: Group) -> CacheSizes:
 
     def sizes(num_pages: int) -> CacheSizes:
         of_windows = None if windows is None else windows.num_pages(num_pages)
-        return CacheSizes(num_pages, num_snapshots, of_windows, num_host_slots)
+        return CacheSizes(num_pages, num_snapshots, of_windows, *host_slots)
 
     if options.num_pages is not None:
         return sizes(options.num_pages)
@@ -153,20 +159,26 @@ def make_storage(facts: Resolved, sizes: CacheSizes) -> KVStorage:
         ) from error
 
 
-def choose_num_host_slots(facts: Resolved) -> int:
-    """How many pages main memory keeps, 0 for none. Raises ``ConfigError`` if not even one fits the
-    option, or if the ranks of this machine cannot have as many now."""
-    options, place, page_bytes = facts.options, facts.place, _page_bytes(facts)
+def choose_host_slots(facts: Resolved) -> tuple[int, int]:
+    """How many pages and snapshots main memory keeps; each gets half of it if the model has
+    recurrent states. Raises ``ConfigError`` if there is no room for one of each, or if the ranks of
+    this machine cannot have as much now."""
+    options, place = facts.options, facts.place
     wanted = f"option host_cache_gib={options.host_cache_gib:g}"
     if not options.host_cache_gib:
-        return 0
-    num_slots = int(options.host_cache_gib * 2**30) // (page_bytes * place.size)
-    if not num_slots:
+        return 0, 0
+    sizes = page_bytes, state_bytes = _host_slot_bytes(facts)
+    num_kinds = 2 if state_bytes else 1
+    budget = int(options.host_cache_gib * 2**30) // place.size // num_kinds
+    num_slots = budget // page_bytes, budget // state_bytes if state_bytes else 0
+    if not num_slots[0] or (state_bytes and not num_slots[1]):
+        of_states = f", and one for a snapshot of states, {state_bytes * place.size:,}"
         raise ConfigError(
             f"{wanted} has no room for a page of {options.page_size} positions, which takes "
-            f"{page_bytes * place.size:,} bytes"
+            f"{page_bytes * place.size:,} bytes{of_states if state_bytes else ''}"
         )
-    needed, free = num_slots * page_bytes * place.local_size, HostMemory.now().free
+    of_rank = sum(number * size for number, size in zip(num_slots, sizes, strict=True))
+    needed, free = of_rank * place.local_size, HostMemory.now().free
     if needed > free:
         raise ConfigError(
             f"{wanted} takes {needed:,} bytes of this machine's main memory, of which this process "
@@ -175,18 +187,31 @@ def choose_num_host_slots(facts: Resolved) -> int:
     return num_slots
 
 
-def make_host_pages(facts: Resolved, sizes: CacheSizes, storage: KVStorage) -> HostPages | None:
-    """This rank's pages in main memory; None if none are kept. Raises ``ConfigError`` if they
+def make_host_slots(
+    facts: Resolved, sizes: CacheSizes, storage: KVStorage, states: StateStorage | None
+) -> HostSlots | None:
+    """This rank's slots of main memory; None if it keeps nothing. Raises ``ConfigError`` if they
     cannot be had."""
     if not sizes.num_host_slots:
         return None
     try:
-        return HostPages(storage, facts.device, sizes.num_host_slots)
+        of_states = None
+        if states is not None:
+            of_states = HostStates(states, facts.device, sizes.num_state_slots)
+        return HostSlots(HostPages(storage, facts.device, sizes.num_host_slots), of_states)
     except (MemoryError, torch.OutOfMemoryError) as error:
         raise ConfigError(
             f"option host_cache_gib={facts.options.host_cache_gib:g}: {sizes.num_host_slots} pages "
-            f"of {storage.page_bytes:,} bytes on this rank: {error}"
+            f"of {storage.page_bytes:,} bytes and {sizes.num_state_slots} snapshots of states on "
+            f"this rank: {error}"
         ) from error
+
+
+def _host_slot_bytes(facts: Resolved) -> tuple[int, int]:
+    """The bytes of a rank's slot of main memory for a page, and of one for a snapshot of states,
+    which is 0 if the model has none."""
+    recurrent = facts.spec.recurrent
+    return _page_bytes(facts), 0 if recurrent is None else _slot_bytes(facts, recurrent)
 
 
 def choose_num_snapshots(

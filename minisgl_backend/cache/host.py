@@ -80,6 +80,11 @@ class HostCache:
         """Number of slots that hold a page."""
         return self._tree.num_pages
 
+    @property
+    def num_used_states(self) -> int:
+        """Number of state slots that hold a snapshot."""
+        return self._states.num_attached
+
     def save(
         self,
         tokens: IntArray,

@@ -28,7 +28,7 @@ from minisgl_backend.execution.checks import are_decoded, as_decodes, lengths_as
 from minisgl_backend.execution.embeddings import Embeddings
 from minisgl_backend.execution.flat_batch import FlatBatch
 from minisgl_backend.execution.graph_sizes import batch_sizes
-from minisgl_backend.execution.host_pages import HostPages
+from minisgl_backend.execution.host_slots import HostSlots
 from minisgl_backend.execution.launched import HostOutput, LaunchedStep, MaskedStep
 from minisgl_backend.execution.mtp import GuessesOnHost
 from minisgl_backend.execution.prompt_logprobs import ScoredChunks
@@ -71,11 +71,11 @@ class ModelExecutor:
         adapter_store: AdapterStore | None,
         watch_logits: WatchLogits | None,
         progress: Progress,
-        host_pages: HostPages | None = None,
+        host_slots: HostSlots | None = None,
     ):
         """``states`` is given if the model has recurrent layers, ``adapter_slots`` if it takes
-        adapters; ``adapter_store`` is rank 0's. With ``host_pages`` plans copy pages of ``storage``
-        to and from main memory.
+        adapters; ``adapter_store`` is rank 0's. With ``host_slots`` plans copy pages of
+        ``storage``, and snapshots of ``states``, to and from main memory.
 
         Raises ``ConfigError`` if the remaining memory cannot hold both the graphs and a step of
         ``max_prefill_tokens``."""
@@ -83,7 +83,7 @@ class ModelExecutor:
         self.graphs = StepGraphs()
         self.adapter_graphs = StepGraphs()
         self._storage = storage
-        self._host_pages = host_pages
+        self._host_slots = host_slots
         self._states = states
         self._group = model.group
         self._adapters: RowAdapters | None = None
@@ -245,8 +245,8 @@ class ModelExecutor:
     def _write(self, plan: StepPlan, loaded: list[Tensor]) -> None:
         """Queue everything that a plan does before anything is computed, except grants and what
         it does to states."""
-        if len(plan.host_saves.pages):
-            self._copies_to_host().save(plan.host_saves)
+        if not plan.host_saves.is_empty:
+            self._slots_of_host().save(plan.host_saves)
         if len(plan.broken_pages):
             self._storage.clear(self.device.upload(plan.broken_pages.astype(np.int64)))
         if len(plan.broken_window_pages):
@@ -254,8 +254,8 @@ class ModelExecutor:
             self._storage.clear(broken, window_pages=True)
         if self._adapters is not None:
             self._adapters.take(plan.adapters, loaded)
-        if len(plan.host_loads.pages):
-            self._copies_to_host().load(plan.host_loads)
+        if not plan.host_loads.is_empty:
+            self._slots_of_host().load(plan.host_loads)
         if len(plan.copies.sources):
             slots = _copied_slots(plan.copies, self._storage.page_size)
             self._storage.copy(*self.device.upload(slots))
@@ -264,10 +264,10 @@ class ModelExecutor:
         if self._group.size > 1:
             self.stages.sampler.learn(Draws.of(plan.admissions) if plan.admissions else plan.draws)
 
-    def _copies_to_host(self) -> HostPages:
-        if self._host_pages is None:
-            raise InvariantError("a plan copies pages to or from main memory, which keeps none")
-        return self._host_pages
+    def _slots_of_host(self) -> HostSlots:
+        if self._host_slots is None:
+            raise InvariantError("a plan copies to or from main memory, which keeps nothing")
+        return self._host_slots
 
     def _unsettled_step(self, plan: StepPlan) -> UnsettledStep | None:
         """What the graph of a decode step does to recurrent states if there are guesses. If not,

@@ -123,6 +123,12 @@ class StateStorage:
         """Copy the present states of rows to snapshots; both int32[num_kept]."""
         self._copy(rows, snapshots + self._first_snapshot)
 
+    def snapshot(self, number: int) -> list[Tensor]:
+        """The states of a snapshot in all layers: convolutions, and matrices if there are any, both
+        contiguous, [num_layers, ...]."""
+        slot = self._first_snapshot + number
+        return [states[slot] for states in (self._conv, self._matrices) if states[slot].numel()]
+
     def restore(self, batch: FlatBatch) -> None:
         """Copy snapshots to the rows whose chunks begin from them."""
         begun_from = batch.snapshots.begun_from

@@ -91,6 +91,10 @@ class SchedulerStats:
     """Pages that main memory can keep."""
     used_host_slots: int = 0
     """Pages that it keeps."""
+    state_slots: int = 0
+    """Snapshots of recurrent states that it can keep."""
+    used_state_slots: int = 0
+    """Snapshots that it keeps."""
 
     @classmethod
     def sum(cls, parts: Sequence[SchedulerStats]) -> SchedulerStats:

@@ -242,6 +242,8 @@ class Scheduler:
             host_loaded_tokens=self._counters.host_loaded_tokens,
             host_slots=0 if host is None else host.num_slots,
             used_host_slots=0 if host is None else host.num_used,
+            state_slots=0 if host is None else host.num_state_slots or 0,
+            used_state_slots=0 if host is None else host.num_used_states,
         )
 
     def renewed(self) -> Scheduler:

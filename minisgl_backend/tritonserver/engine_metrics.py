@@ -149,10 +149,12 @@ class ReportedEngine:
         self._counters = self._families.counters(_COUNTERS)
         self._gauges = self._families.gauges(_GAUGES)
         self._requests, self._pages = self._make_load_gauges()
-        self._host_pages = self._families.by_label(
-            self._families.gauge("minisgl:host_cache_pages", "Pages of main memory, by state"),
-            "state",
-            ("used", "max"),
+        self._host_pages, self._host_snapshots = (
+            self._families.by_label(self._families.gauge(name, text), "state", ("used", "max"))
+            for name, text in (
+                ("minisgl:host_cache_pages", "Pages of main memory, by state"),
+                ("minisgl:host_cache_snapshots", "Snapshots in main memory, by state"),
+            )
         )
         self._cache_info: ReportedMetric | None = self._make_cache_info(options)
         self._adapters = (
@@ -224,6 +226,7 @@ class ReportedEngine:
         self._requests.clear()
         self._pages.clear()
         self._host_pages.clear()
+        self._host_snapshots.clear()
         self._cache_info = None
         self._adapters = None
         self._rejected.clear()
@@ -269,6 +272,10 @@ class ReportedEngine:
             (
                 self._host_pages,
                 {"used": scheduler.used_host_slots, "max": scheduler.host_slots},
+            ),
+            (
+                self._host_snapshots,
+                {"used": scheduler.used_state_slots, "max": scheduler.state_slots},
             ),
         )
         for metrics, values in levels:

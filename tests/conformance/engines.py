@@ -24,6 +24,8 @@ from minisgl_backend.device.cpu import CpuDevice
 from minisgl_backend.execution.adapters import AdapterStore
 from minisgl_backend.execution.executor import ModelExecutor
 from minisgl_backend.execution.host_pages import HostPages
+from minisgl_backend.execution.host_slots import HostSlots
+from minisgl_backend.execution.host_states import HostStates
 from minisgl_backend.execution.stages import ExecutorLimits
 from minisgl_backend.execution.states import StateStorage
 from minisgl_backend.execution.storage import KVStorage
@@ -112,6 +114,7 @@ class TinyEngine(AbstractContextManager["TinyEngine"]):
         radix: bool = True,
         num_snapshots: int = 6,
         num_host_slots: int = 0,
+        num_state_slots: int = 6,
         overlap: bool = True,
         attention: str | None = None,
         device: Device | None = None,
@@ -180,6 +183,10 @@ class TinyEngine(AbstractContextManager["TinyEngine"]):
                 of_layer.conv.fill_(torch.nan)
                 of_layer.matrices.fill_(torch.nan)
             model.bind_states(states.layers)
+        host_slots: HostSlots | None = None
+        if num_host_slots:
+            of_states = None if states is None else HostStates(states, device, num_state_slots)
+            host_slots = HostSlots(HostPages(self.storage, device, num_host_slots), of_states)
         setting = AttentionSetting(
             shape=shape,
             page_size=page_size,
@@ -212,7 +219,7 @@ class TinyEngine(AbstractContextManager["TinyEngine"]):
             adapter_store=adapter_store,
             watch_logits=None,
             progress=unseen,
-            host_pages=HostPages(self.storage, device, num_host_slots) if num_host_slots else None,
+            host_slots=host_slots,
         )
         config = SchedulerConfig(
             max_running_requests=MAX_ROWS,
@@ -226,10 +233,13 @@ class TinyEngine(AbstractContextManager["TinyEngine"]):
             speculative_max_requests=MAX_ROWS,
         )
         cache: KVCache = NaiveCache(num_pages, page_size, windows=windows)
+        host: HostCache | None = None
+        if num_host_slots:
+            num_states = None if states is None else num_state_slots
+            host = HostCache(num_host_slots, page_size, num_state_slots=num_states)
         if radix and states is not None:
-            cache = SnapshotCache(num_pages, page_size, num_snapshots)
+            cache = SnapshotCache(num_pages, page_size, num_snapshots, host=host)
         elif radix:
-            host = HostCache(num_host_slots, page_size) if num_host_slots else None
             cache = RadixCache(num_pages, page_size, windows=windows, host=host)
         scheduler = Scheduler(cache, config)
         self._check = scheduler.check

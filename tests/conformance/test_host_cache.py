@@ -63,6 +63,49 @@ def test_tokens_are_equal(case: str, options: dict[str, Any], tmp_path: Path) ->
         assert outcomes[-1].num_cached_tokens > without[-1].num_cached_tokens
 
 
+@pytest.mark.parametrize(
+    "case", ["qwen3.5", "nemotron-h", "lfm2", "kimi-linear", "olmo-hybrid", "granite-hybrid"]
+)
+@pytest.mark.parametrize(
+    "options", [{}, {"num_host_slots": 60, "num_state_slots": 9, "overlap": False, "page_size": 8}]
+)
+def test_tokens_of_recurrent_layers(case: str, options: dict[str, Any], tmp_path: Path) -> None:
+    """States come from main memory, with pages or for pages that are still cached."""
+    theirs = write_checkpoint(case, tmp_path)
+    reference = Answers([theirs] * len(PROMPTS), PROMPTS)
+    model = load_model(tmp_path, context=CONTEXT)
+    chosen = {"num_host_slots": 200, "num_state_slots": 40, "num_snapshots": 12, **options}
+    outcomes, num_loaded = answers(model, **chosen)
+    assert num_loaded > 0
+    for outcome in outcomes:
+        assert outcome.tokens == reference.tokens(outcome.tokens)
+    without, _ = answers(model, **{**chosen, "num_host_slots": 0})
+    if not options:
+        assert outcomes[-1].num_cached_tokens > without[-1].num_cached_tokens
+
+
+def test_states_of_cached_pages(tmp_path: Path) -> None:
+    """The device has room for all pages, but for few snapshots: only states are loaded."""
+    write_checkpoint("qwen3.5", tmp_path)
+    model = load_model(tmp_path, context=CONTEXT)
+    tokens, num_cached = {}, {}
+    for num_host_slots in (0, 400):
+        with TinyEngine(
+            model,
+            context=CONTEXT,
+            page_size=4,
+            num_snapshots=4,
+            num_host_slots=num_host_slots,
+            num_state_slots=40,
+        ) as engine:
+            outcomes = [engine.run([prompt], [GREEDY]) for prompt in [*PROMPTS, *PROMPTS]]
+            assert engine.num_loaded_tokens == 0
+        tokens[num_host_slots] = [outcome.tokens for outcome in outcomes]
+        num_cached[num_host_slots] = sum(outcome.num_cached_tokens for outcome in outcomes)
+    assert tokens[0] == tokens[400]
+    assert num_cached[400] > 1.5 * num_cached[0]
+
+
 @pytest.mark.parametrize("case", ["qwen3", "youtu", "deepseek-v32"])
 def test_tokens_over_fp8_pages(case: str, tmp_path: Path) -> None:
     write_checkpoint(case, tmp_path)
@@ -71,7 +114,7 @@ def test_tokens_over_fp8_pages(case: str, tmp_path: Path) -> None:
     check_same(model, kv_dtype=torch.float8_e4m3fn, scales=[KVScale(0.25, 7.0)] * num_layers)
 
 
-@pytest.mark.parametrize("case", ["glm4-moe", "deepseek-v3"])
+@pytest.mark.parametrize("case", ["glm4-moe", "deepseek-v3", "qwen3.5"])
 def test_tokens_with_an_mtp_layer(case: str, tmp_path: Path) -> None:
     write_mtp_checkpoint(case, tmp_path, predictable=True)
     check_same(load_model(tmp_path, context=CONTEXT, mtp=True), mtp_tokens=3)

@@ -18,8 +18,10 @@ from minisgl_backend.build import build_engine
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.device.cuda import CudaDevice
 from minisgl_backend.execution.host_pages import HostPages
+from minisgl_backend.execution.host_states import HostStates
 from minisgl_backend.execution.storage import KVStorage
 from minisgl_backend.kernels.dispatch import is_interpreted
+from minisgl_backend.models.recurrent_spec import RecurrentSpec
 from minisgl_backend.request import IntArray, SamplingParams
 from minisgl_backend.scheduling.report import SchedulerStats
 from minisgl_bench.dummy_model import SHAPES as DUMMY_SHAPES
@@ -30,6 +32,9 @@ from tests.conformance.engines import prompts_with_shared_prefixes
 from tests.conformance.mtp_checkpoints import write_mtp_checkpoint
 from tests.gpu.test_executor import GREEDY, shortfalls
 from tests.unit.execution.test_host_pages import SHAPES, contents, copies
+from tests.unit.execution.test_host_states import SHAPES as STATES
+from tests.unit.execution.test_host_states import contents as contents_of
+from tests.unit.execution.test_host_states import states, storage_of
 
 pytestmark = pytest.mark.skipif(is_interpreted(), reason="needs a CUDA device")
 
@@ -143,6 +148,45 @@ def test_tokens_with_an_mtp_layer(tmp_path: Path) -> None:
     assert stats.host_loaded_tokens > 0
     assert stats.num_right_guesses > stats.num_guesses / 3
     assert [len(tokens) for tokens in found[-1]] == [GREEDY.max_tokens] * len(prompts)
+
+
+@pytest.mark.parametrize("shape", STATES.values(), ids=STATES.keys())
+def test_states_return_as_they_were(shape: RecurrentSpec) -> None:
+    device = CudaDevice()
+    storage = storage_of(shape, device.torch_device)
+    host = HostStates(storage, device, num_slots=3)
+    before = [[it.cpu() for it in of_snapshot] for of_snapshot in contents_of(storage)]
+
+    def steps() -> None:
+        host.save(states((3, 2), (0, 1)))
+        for number in (0, 3):
+            for it in storage.snapshot(number):
+                it.zero_()
+        host.load(states((1, 2), (3, 1)))
+
+    device.submit(steps).result()
+    came_from = {1: 3, 2: 2, 3: 0, 4: 4}
+    for number, found in enumerate(contents_of(storage)):
+        if number == 0:
+            assert not any(it.any() for it in found)
+        else:
+            now = [it.cpu() for it in found]
+            assert all(map(torch.equal, now, before[came_from[number]]))
+    device.close()
+
+
+@pytest.mark.parametrize("case", ["qwen3.5", "nemotron-h", "lfm2", "kimi-linear"])
+def test_tokens_of_recurrent_layers(case: str, tmp_path: Path) -> None:
+    """With states from main memory they are as good as those of an engine that computes them."""
+    reference = write_checkpoint(case, tmp_path).float()
+    prompts = prompts_with_shared_prefixes(vocab_size=VOCAB_SIZE, longest=110, seed=7)
+    small: dict[str, Any] = {"max_sequence_length": CONTEXT, "num_pages": 60, "dtype": "float32"}
+    cold, _ = rounds(tmp_path, prompts, **{**small, "cache": "naive"})
+    found, stats = rounds(tmp_path, prompts, **small, state_snapshots=40, host_cache_gib=0.05)
+    assert stats.used_state_slots > 0 and stats.host_loaded_tokens > 0
+    least = np.mean([shortfalls(reference, prompts, each) for each in cold])
+    for each in found:
+        assert np.mean(shortfalls(reference, prompts, each)) < 2 * least + 0.01
 
 
 @pytest.mark.parametrize("options", [{}, {"kv_cache_dtype": "fp8_e4m3", "overlap": False}])

@@ -81,14 +81,15 @@ def test_tokens_of_whole_experts(
         check_equal(serve(ranked), of_one_rank("qwen3-moe"))
 
 
+@pytest.mark.parametrize("case", ["qwen3", "qwen3.5"])
 def test_tokens_of_prefixes_from_main_memory(
-    checkpoints: Path, of_one_rank: Callable[[str], list[Answer]]
+    checkpoints: Path, case: str, of_one_rank: Callable[[str], list[Answer]]
 ) -> None:
-    """Each rank keeps its own part of the pages."""
-    options = {**OPTIONS, "num_pages": 32, "host_cache_gib": 0.01}
-    with ranked_engine(2, checkpoints / "qwen3", **options) as ranked:
+    """Each rank keeps its own part of the pages and states."""
+    options = {**OPTIONS, "num_pages": 32, "host_cache_gib": 0.02}
+    with ranked_engine(2, checkpoints / case, **options) as ranked:
         for _ in range(2):
-            check_equal(serve(ranked), of_one_rank("qwen3"))
+            check_equal(serve(ranked), of_one_rank(case), tolerance=1e-4)
         scheduler = ranked.engine.stats().scheduler
     assert scheduler.host_loaded_tokens > 0
     assert scheduler.host_saved_tokens >= 8 * scheduler.used_host_slots > 0

@@ -112,9 +112,39 @@ def test_main_memory_is_shared_out_to_the_ranks(num_ranks: int) -> None:
     assert sizes.num_host_slots == 2**28 // (page_bytes * num_ranks) > 100
     storage = rank_memory.make_storage(facts, sizes)
     assert storage.page_bytes == page_bytes
-    assert rank_memory.make_host_pages(facts, sizes, storage) is not None
+    slots = rank_memory.make_host_slots(facts, sizes, storage, None)
+    assert slots is not None and slots.states is None
     none = replace(sizes, num_host_slots=0)
-    assert rank_memory.make_host_pages(facts, none, storage) is None
+    assert rank_memory.make_host_slots(facts, none, storage, None) is None
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_states_get_half_of_main_memory(num_ranks: int) -> None:
+    facts = host_facts(num_ranks, host_cache_gib=0.25, max_running_requests=2)
+    delta = DeltaSpec(
+        layers=frozenset({0, 2}),
+        num_key_heads=2,
+        num_heads=4,
+        key_dim=16,
+        value_dim=16,
+        conv_width=4,
+    )
+    facts = replace(facts, spec=replace(facts.spec, recurrent=delta), dtype=torch.float32)
+    page_bytes = bytes_per_page(facts.shape, 16, torch.float32)
+    state_bytes = bytes_per_slot(delta.of_rank(num_ranks), torch.float32, torch.float32)
+    sizes = rank_memory.cache_sizes(facts, OneRank())
+    half = 2**27 // num_ranks
+    assert (sizes.num_host_slots, sizes.num_state_slots) == (
+        half // page_bytes,
+        half // state_bytes,
+    )
+    storage, states = rank_memory.make_storage(facts, sizes), rank_memory.make_states(facts, sizes)
+    slots = rank_memory.make_host_slots(facts, sizes, storage, states)
+    assert slots is not None and slots.states is not None
+    tiny = replace(facts, options=replace(facts.options, host_cache_gib=page_bytes / 2**30))
+    message = f"no room for .*, and one for a snapshot of states, {state_bytes * num_ranks:,}"
+    with pytest.raises(ConfigError, match=message):
+        rank_memory.cache_sizes(tiny, OneRank())
 
 
 def test_too_little_main_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,9 +165,11 @@ def test_too_little_main_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         raise MemoryError("it cannot be pinned")
 
     monkeypatch.setattr(facts.device, "host_memory", no_memory)
-    message = f"{sizes.num_host_slots} pages of {page_bytes:,} bytes on this rank: it cannot be pi"
+    message = (
+        f"{sizes.num_host_slots} pages of {page_bytes:,} bytes and 0 snapshots .*: it cannot be pi"
+    )
     with pytest.raises(ConfigError, match=message):
-        rank_memory.make_host_pages(facts, sizes, storage)
+        rank_memory.make_host_slots(facts, sizes, storage, None)
 
 
 @pytest.mark.parametrize("num_host_slots", [0, 7])

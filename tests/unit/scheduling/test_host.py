@@ -4,6 +4,7 @@ as cached."""
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -135,6 +136,88 @@ def test_a_planner_in_place_of_another_finds_nothing_in_main_memory() -> None:
     (plan,) = drained(fresh)
     assert plan.admissions[0].num_cached_tokens == 0
     assert not len(plan.host_saves.pages)
+
+
+def make_with_states(
+    num_pages: int = 20, num_snapshots: int = 8, num_state_slots: int = 8, **config: Any
+) -> Scheduler:
+    host = HostCache(30, PAGE_SIZE, num_state_slots=num_state_slots)
+    cache = SnapshotCache(num_pages, PAGE_SIZE, num_snapshots, host=host)
+    config = {"max_prefill_tokens": 100, **config}
+    return Scheduler(cache, replace(CONFIG, has_states=True, **config))
+
+
+def test_states_are_saved_and_loaded_with_pages() -> None:
+    scheduler = make_with_states(num_pages=5)
+    scheduler.add(request(0, 17, max_tokens=1))
+    (first,) = drained(scheduler)
+    assert first.snapshots.saved_positions.tolist() == [16]
+    scheduler.add(request(1, 17, max_tokens=1))  # takes all pages of the first
+    (second,) = drained(scheduler)
+    saves = second.host_saves
+    assert saves.snapshots.tolist() == first.snapshots.saved.tolist()
+    scheduler.add(request(0, 18, max_tokens=1))
+    (third,) = drained(scheduler)
+    assert third.host_loads.state_slots.tolist() == saves.state_slots.tolist()
+    assert third.host_loads.slots.tolist() == saves.slots.tolist()
+    assert third.snapshots.begun_from.tolist() == third.host_loads.snapshots.tolist()
+    assert third.admissions[0].num_cached_tokens == 16
+    assert not len(third.snapshots.saved), "the loaded states are a snapshot from now on"
+    scheduler.add(request(0, 18, max_tokens=1))
+    (fourth,) = drained(scheduler)
+    assert fourth.host_loads.is_empty
+    assert fourth.snapshots.begun_from.tolist() == third.snapshots.begun_from.tolist()
+
+
+def test_states_alone_are_loaded_if_the_pages_are_cached() -> None:
+    scheduler = make_with_states(num_snapshots=1)
+    for number in (0, 1, 0):
+        scheduler.add(request(number, 17, max_tokens=1))
+        plans = drained(scheduler)
+    assert not len(plans[0].host_loads.pages)
+    assert plans[0].host_loads.snapshots.tolist() == plans[0].snapshots.begun_from.tolist() == [0]
+    assert plans[0].chunks.tokens.tolist() == [16]
+    stats = scheduler.stats()
+    assert (stats.prefix_hits, stats.host_loaded_tokens) == (16, 0)
+    assert (stats.state_slots, stats.used_state_slots) == (8, 2)
+
+
+def test_without_a_snapshot_to_load_into_all_is_computed() -> None:
+    """The first takes the only one, and both are admitted by one plan."""
+    scheduler = make_with_states(num_pages=10, num_snapshots=1)
+    for number in (0, 1, 2):
+        scheduler.add(request(number, 17, max_tokens=1))
+        drained(scheduler)
+    for number in (0, 1):
+        scheduler.add(request(number, 17, max_tokens=1))
+    (plan,) = drained(scheduler)
+    assert [admission.num_cached_tokens for admission in plan.admissions] == [16, 0]
+    assert len(plan.host_loads.snapshots) == 1
+
+
+def test_a_request_that_does_not_fit_gives_its_snapshot_back() -> None:
+    scheduler = make_with_states(num_pages=6, num_snapshots=2)
+    for number in (0, 1):
+        scheduler.add(request(number, 17, max_tokens=1))
+        drained(scheduler)
+    scheduler.add(request(2, 9, max_tokens=4))
+    commit(scheduler, planned(scheduler))
+    scheduler.add(request(0, 17, max_tokens=1))
+    plan = planned(scheduler)
+    assert not plan.admissions
+    scheduler.check()
+    commit(scheduler, plan)
+    (*_, last) = drained(scheduler)
+    assert last.host_loads.snapshots.tolist() == last.snapshots.begun_from.tolist()
+
+
+def test_states_of_a_request_that_fails_are_not_saved() -> None:
+    scheduler = make_with_states()
+    scheduler.add(request(0, 17, max_tokens=3))
+    commit(scheduler, planned(scheduler), token=NO_TOKEN)
+    scheduler.add(request(1, 5, max_tokens=1))
+    (plan,) = drained(scheduler)
+    assert plan.host_saves.is_empty
 
 
 def test_the_second_level_keeps_what_the_first_has() -> None:

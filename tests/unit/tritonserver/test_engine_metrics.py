@@ -57,6 +57,8 @@ class Engine:
             host_loaded_tokens=16,
             host_slots=30,
             used_host_slots=20,
+            state_slots=7,
+            used_state_slots=4,
         )
 
         self.num_readings = 0
@@ -138,6 +140,7 @@ def test_counts_are_told_once(metrics: EngineMetrics, engine: Engine) -> None:
     assert metric("minisgl:host_cache_saved_tokens_total").current == 320
     assert metric("minisgl:host_cache_loaded_tokens_total").current == 16
     assert by_label("minisgl:host_cache_pages", "state") == {"used": 20, "max": 30}
+    assert by_label("minisgl:host_cache_snapshots", "state") == {"used": 4, "max": 7}
     assert metric("minisgl:requests_cancelled_total").current == 1
     assert metric("minisgl:requests_retracted_total").current == 3
     assert metric("minisgl:requests_rejected_total", reason="queue_full").current == 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Final
 
 from minisgl_backend.cache.host import HostCache
+from minisgl_backend.cache.host_windows import HostWindows
 from minisgl_backend.cache.kv import KVCache
 from minisgl_backend.cache.naive_cache import NaiveCache
 from minisgl_backend.cache.radix_cache import RadixCache
@@ -49,9 +50,17 @@ def build_scheduler(
         )
     host = None
     if info.num_host_slots:
-        num_state_slots = None if info.num_snapshots is None else info.num_state_slots
+        of_windows = None
+        if windows is not None:
+            of_windows = HostWindows(
+                info.num_window_slots, num_slots=info.num_host_slots, span=windows.span
+            )
         host = HostCache(
-            info.num_host_slots, info.page_size, num_state_slots=num_state_slots, watch=host_watch
+            info.num_host_slots,
+            info.page_size,
+            num_state_slots=None if info.num_snapshots is None else info.num_state_slots,
+            windows=of_windows,
+            watch=host_watch,
         )
     if options.cache == "naive":
         cache = NaiveCache(info.num_pages, info.page_size, windows=windows)

@@ -69,7 +69,6 @@ def checked_spec(options: EngineOptions, folder: Path, device: str | None) -> Mo
     if options.batch_invariant:
         check_invariant_spec(spec)
     _check_windows(options, spec)
-    _check_host_cache(options, spec)
     for name in ("state_snapshots", "state_dtype"):
         if getattr(options, name) and spec.recurrent is None:
             raise ConfigError(f"option {name}: {spec.architecture} has no recurrent layers")
@@ -152,20 +151,6 @@ def _check_windows(options: EngineOptions, spec: ModelSpec) -> None:
         raise ConfigError(
             f"option group_attention=true does not go with windows of {shape.window} positions in "
             f"all layers, unless max_sequence_length is at most {shape.window}"
-        )
-
-
-def _check_host_cache(options: EngineOptions, spec: ModelSpec) -> None:
-    """Raise ``ConfigError`` if main memory is to keep prefixes, and cannot keep all that is needed
-    to go on from one."""
-    if not options.host_cache_gib:
-        return
-    wanted = f"option host_cache_gib={options.host_cache_gib:g}"
-    shape = spec.attention_shape().for_context(context_of(options, spec))
-    if shape.window_pages:
-        raise ConfigError(
-            f"{wanted}: pages of layers with windows, which {spec.architecture} has, stay behind, "
-            f"unless max_sequence_length is at most {shape.window}"
         )
 
 

@@ -144,18 +144,20 @@ class Copies:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostCopies:
-    """Copies to or from main memory: of whole pages, int32[num_copies], page ``pages[i]`` and slot
-    ``slots[i]``; and of recurrent states, int32[num_states], snapshot ``snapshots[i]`` and state
-    slot ``state_slots[i]``. What is written, on either side, is written once."""
+    """Copies to or from main memory: of whole pages, page ``pages[i]`` and slot ``slots[i]``; of
+    window pages and window slots likewise; and of recurrent states, snapshot ``snapshots[i]`` and
+    state slot ``state_slots[i]``; int32 all. What is written, on either side, is written once."""
 
     pages: IntArray = field(default_factory=_none)
     slots: IntArray = field(default_factory=_none)
+    window_pages: IntArray = field(default_factory=_none)
+    window_slots: IntArray = field(default_factory=_none)
     snapshots: IntArray = field(default_factory=_none)
     state_slots: IntArray = field(default_factory=_none)
 
     @property
     def is_empty(self) -> bool:
-        return not (len(self.pages) or len(self.snapshots))
+        return not (len(self.pages) or len(self.window_pages) or len(self.snapshots))
 
 
 NO_HOST_COPIES: Final = HostCopies()
@@ -322,14 +324,14 @@ class StepPlan:
 
     ``released_rows``: rows that no request holds anymore. An admission overwrites everything about
     a row but what its last step with guesses has kept for recurrent states.
-    ``host_saves``: pages and snapshots that are kept in main memory. They are copied before any
-    page or snapshot is written, since this very plan may clear and grant them.
+    ``host_saves``: pages, window pages and snapshots that are kept in main memory. They are copied
+    before any of them is written, since this very plan may clear and grant them.
     ``broken_pages``: pages that no request uses and that may hold NaN. The executor clears them
     before they are used, since this very plan may grant them. All other pages hold finite numbers,
     or NaN that was computed by the requests that use them.
     ``broken_window_pages``: the same for window pages.
-    ``host_loads``: pages and snapshots that are filled from main memory. ``copies`` may read the
-    pages, and chunks may begin from the snapshots.
+    ``host_loads``: pages, window pages and snapshots that are filled from main memory. ``copies``
+    may read the pages, and chunks may begin from the snapshots.
     ``window_grants``: grants of window pages, or of ``NO_PAGE``, if layers with windows have pages
     of their own. No entry is granted twice.
     ``groups``: rows of ``decodes`` whose shared pages are worth reading together. Results do not

@@ -8,6 +8,7 @@ know the model's layers beyond the shapes of what they keep, or who uses a page.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final, NamedTuple
 
 import torch
 
@@ -36,21 +37,32 @@ from minisgl_backend.models.recurrent_spec import RecurrentSpec
 from minisgl_backend.parallel.group import Group, least_free_memory
 from minisgl_backend.resolve import Resolved
 
+_TOKENS_OF_WINDOW: Final = 4096
+
+
+class HostSizes(NamedTuple):
+    """The slots of main memory, for pages, window pages and snapshots of states."""
+
+    num_slots: int = 0
+    num_window_slots: int = 0
+    num_state_slots: int = 0
+
+
+_NONE: Final = HostSizes()
+
 
 @dataclass(frozen=True, slots=True)
 class CacheSizes:
     """How many pages, snapshots and window pages each rank has.
 
     ``num_snapshots`` is None if the model has no recurrent layers, ``num_window_pages`` if none
-    have pages of their own. Main memory has ``num_host_slots``, for a page each, and
-    ``num_state_slots``, for a snapshot each.
+    have pages of their own. Main memory has the slots of ``host``.
     """
 
     num_pages: int
     num_snapshots: int | None = None
     num_window_pages: int | None = None
-    num_host_slots: int = 0
-    num_state_slots: int = 0
+    host: HostSizes = _NONE
 
 
 def cache_sizes(facts: Resolved, group: Group) -> CacheSizes:
@@ -61,16 +73,14 @@ def cache_sizes(facts: Resolved, group: Group) -> CacheSizes:
     """
     device, options = facts.device, facts.options
     cap_bytes = device.kv_bytes_cap
-    host_slots = choose_host_slots(facts)  # before any rank takes the memory
+    host = choose_host_slots(facts)  # before any rank takes the memory
     # hosts may have different amounts of main memory
     may_differ = device.is_host and not facts.place.is_one_host
     free_bytes = least_free_memory(group, device.free_memory(), may_differ=may_differ)
     if cap_bytes is not None:  # a CPU's memory, which the ranks of a host share
         num_sharing = facts.place.local_size * options.data_parallel_size
         free_bytes //= num_sharing
-        free_bytes -= sum(
-            number * size for number, size in zip(host_slots, _host_slot_bytes(facts), strict=True)
-        )
+        free_bytes -= _bytes_of(host, _host_slot_bytes(facts))
         cap_bytes //= num_sharing
     rows = options.max_running_requests + 1
     reserved_bytes = SamplingTable.num_bytes(rows, facts.spec.vocab_size, options.most_guesses)
@@ -86,7 +96,7 @@ def cache_sizes(facts: Resolved, group: Group) -> CacheSizes:
 
     def sizes(num_pages: int) -> CacheSizes:
         of_windows = None if windows is None else windows.num_pages(num_pages)
-        return CacheSizes(num_pages, num_snapshots, of_windows, *host_slots)
+        return CacheSizes(num_pages, num_snapshots, of_windows, host)
 
     if options.num_pages is not None:
         return sizes(options.num_pages)
@@ -159,32 +169,47 @@ def make_storage(facts: Resolved, sizes: CacheSizes) -> KVStorage:
         ) from error
 
 
-def choose_host_slots(facts: Resolved) -> tuple[int, int]:
-    """How many pages and snapshots main memory keeps; each gets half of it if the model has
-    recurrent states. Raises ``ConfigError`` if there is no room for one of each, or if the ranks of
-    this machine cannot have as much now."""
+def choose_host_slots(facts: Resolved) -> HostSizes:
+    """How many pages, window pages and snapshots main memory keeps. If the model has recurrent
+    states, they get half of it; if layers have window pages, there is room for a window for every
+    ``_TOKENS_OF_WINDOW`` tokens.
+
+    Raises ``ConfigError`` if there is no room to go on from a single page, or if the ranks of this
+    machine cannot have as much now.
+    """
     options, place = facts.options, facts.place
-    wanted = f"option host_cache_gib={options.host_cache_gib:g}"
     if not options.host_cache_gib:
-        return 0, 0
-    sizes = page_bytes, state_bytes = _host_slot_bytes(facts)
-    num_kinds = 2 if state_bytes else 1
-    budget = int(options.host_cache_gib * 2**30) // place.size // num_kinds
-    num_slots = budget // page_bytes, budget // state_bytes if state_bytes else 0
-    if not num_slots[0] or (state_bytes and not num_slots[1]):
-        of_states = f", and one for a snapshot of states, {state_bytes * place.size:,}"
+        return _NONE
+    wanted = f"option host_cache_gib={options.host_cache_gib:g}"
+    of_slots, windows = _host_slot_bytes(facts), _window_rule(facts)
+    budget = int(options.host_cache_gib * 2**30) // place.size
+    least = HostSizes(
+        1,
+        0 if windows is None else windows.span,
+        0 if facts.spec.recurrent is None else 1,
+    )
+    num_states = 0
+    if least.num_state_slots:
+        num_states = budget // 2 // of_slots.num_state_slots
+        budget -= num_states * of_slots.num_state_slots
+    # with each window come as many pages
+    num_pages = 1 if windows is None else max(1, _TOKENS_OF_WINDOW // options.page_size)
+    num_units = budget / _bytes_of(least._replace(num_slots=num_pages, num_state_slots=0), of_slots)
+    sizes = HostSizes(
+        int(num_units * num_pages), int(num_units * least.num_window_slots), num_states
+    )
+    if any(number < needed for number, needed in zip(sizes, least, strict=True)):
         raise ConfigError(
-            f"{wanted} has no room for a page of {options.page_size} positions, which takes "
-            f"{page_bytes * place.size:,} bytes{of_states if state_bytes else ''}"
+            f"{wanted} has no room for a page of {options.page_size} positions and what is needed "
+            f"to go on from it, which take {_bytes_of(least, of_slots) * place.size:,} bytes"
         )
-    of_rank = sum(number * size for number, size in zip(num_slots, sizes, strict=True))
-    needed, free = of_rank * place.local_size, HostMemory.now().free
+    needed, free = _bytes_of(sizes, of_slots) * place.local_size, HostMemory.now().free
     if needed > free:
         raise ConfigError(
             f"{wanted} takes {needed:,} bytes of this machine's main memory, of which this process "
             f"can have {free:,}"
         )
-    return num_slots
+    return sizes
 
 
 def make_host_slots(
@@ -192,26 +217,39 @@ def make_host_slots(
 ) -> HostSlots | None:
     """This rank's slots of main memory; None if it keeps nothing. Raises ``ConfigError`` if they
     cannot be had."""
-    if not sizes.num_host_slots:
+    kept, device = sizes.host, facts.device
+    if not kept.num_slots:
         return None
+    pages = window_pages = of_states = None
     try:
-        of_states = None
+        if storage.page_bytes():
+            pages = HostPages(storage, device, kept.num_slots)
+        if kept.num_window_slots:
+            window_pages = HostPages(storage, device, kept.num_window_slots, window_pages=True)
         if states is not None:
-            of_states = HostStates(states, facts.device, sizes.num_state_slots)
-        return HostSlots(HostPages(storage, facts.device, sizes.num_host_slots), of_states)
+            of_states = HostStates(states, device, kept.num_state_slots)
     except (MemoryError, torch.OutOfMemoryError) as error:
+        needed = _bytes_of(kept, _host_slot_bytes(facts))
         raise ConfigError(
-            f"option host_cache_gib={facts.options.host_cache_gib:g}: {sizes.num_host_slots} pages "
-            f"of {storage.page_bytes:,} bytes and {sizes.num_state_slots} snapshots of states on "
-            f"this rank: {error}"
+            f"option host_cache_gib={facts.options.host_cache_gib:g}: {needed:,} bytes on this "
+            f"rank: {error}"
         ) from error
+    return HostSlots(pages, window_pages, of_states)
 
 
-def _host_slot_bytes(facts: Resolved) -> tuple[int, int]:
-    """The bytes of a rank's slot of main memory for a page, and of one for a snapshot of states,
-    which is 0 if the model has none."""
-    recurrent = facts.spec.recurrent
-    return _page_bytes(facts), 0 if recurrent is None else _slot_bytes(facts, recurrent)
+def _host_slot_bytes(facts: Resolved) -> HostSizes:
+    """The bytes of a rank's slot of each kind; 0 for kinds that the model does not have."""
+    recurrent, windows = facts.spec.recurrent, _window_rule(facts)
+    return HostSizes(
+        _page_bytes(facts),
+        0 if windows is None else windows.page_bytes,
+        0 if recurrent is None else _slot_bytes(facts, recurrent),
+    )
+
+
+def _bytes_of(sizes: HostSizes, of_slots: HostSizes) -> int:
+    """The bytes of as many slots as ``sizes`` says, each of as many bytes as ``of_slots`` says."""
+    return sum(number * size for number, size in zip(sizes, of_slots, strict=True))
 
 
 def choose_num_snapshots(

@@ -7,7 +7,8 @@ eviction; pages of the device and slots come and go independently.
 
 For models with recurrent layers there are *state slots*, too, each for one snapshot of states
 (``cache.snapshots``): those along the sequence are copied with its pages. A prefix is then found up
-to the last position that has one.
+to the last position that has one. If layers have window pages, ``HostWindows`` has window slots for
+those that are worth keeping, and a prefix is found up to the last position whose window is there.
 
 A copy is made by the plan after the one that was made last (``take_saves``): first of all, since
 the plan may grant the page again. A prefix is found as soon as it is to be saved, since plans run
@@ -19,7 +20,7 @@ Invariants:
 - Every slot is free or in the tree (verified by ``check``); so is every state slot.
 - A slot that a plan loads is not saved to by this plan, but with the very prefix that was matched:
   what ``match`` finds is pinned, or spared, until ``take_saves`` ends the plan. A later plan may
-  save to it, as it runs later.
+  save to it, as it runs later. The same holds for state slots and window slots.
 Rule for the caller: only pages that are known to be finite are saved, full of committed positions.
 """
 
@@ -30,21 +31,24 @@ from typing import NamedTuple
 
 import numpy as np
 
+from minisgl_backend.cache.host_windows import HostWindows
 from minisgl_backend.cache.pages import PagePool
 from minisgl_backend.cache.radix import Node, RadixTree, salt_key
 from minisgl_backend.cache.tree_snapshots import TreeSnapshots
 from minisgl_backend.cache.tree_watch import TreeWatch
 from minisgl_backend.errors import InvariantError
 from minisgl_backend.plan import NO_HOST_COPIES, NO_SNAPSHOT, HostCopies
-from minisgl_backend.request import IntArray
+from minisgl_backend.request import EMPTY, IntArray
 
 
 class HostPrefix(NamedTuple):
-    """The ``slots`` of a prefix's pages, int32[num_pages]; and the slot of the states after them,
-    ``NO_SNAPSHOT`` if none are kept."""
+    """The ``slots`` of a prefix's pages, int32[num_pages]; the slot of the states after them,
+    ``NO_SNAPSHOT`` if none are kept; and the window slots of its last pages, as many as a window
+    spans, if there are any."""
 
     slots: IntArray
     state_slot: int = NO_SNAPSHOT
+    window_slots: IntArray = EMPTY
 
 
 class HostCache:
@@ -56,15 +60,18 @@ class HostCache:
         page_size: int,
         *,
         num_state_slots: int | None = None,
+        windows: HostWindows | None = None,
         watch: TreeWatch | None = None,
     ) -> None:
-        """``num_state_slots`` is None if pages alone are enough to go on from a prefix."""
+        """``num_state_slots`` is None if there are no recurrent states, and ``windows`` if there
+        are no window pages. One of the two is."""
         self.num_slots = num_slots
         self.num_state_slots = num_state_slots
         self.page_size = page_size
         self._pool = PagePool(num_slots)
         self._tree = RadixTree(page_size, needs_snapshots=num_state_slots is not None)
         self._states = TreeSnapshots(self._tree, num_state_slots or 0)
+        self._windows = windows
         self._watch = watch
         self._pending: dict[int, int] = {}  # pages to save, by slot
         self._pending_states: dict[int, int] = {}  # snapshots to save, by state slot
@@ -74,6 +81,10 @@ class HostCache:
     @property
     def keeps_states(self) -> bool:
         return self.num_state_slots is not None
+
+    @property
+    def keeps_windows(self) -> bool:
+        return self._windows is not None
 
     @property
     def num_used(self) -> int:
@@ -90,10 +101,13 @@ class HostCache:
         tokens: IntArray,
         salt: str,
         pages: IntArray,
+        *,
         snapshots: Sequence[tuple[int, int]] = (),
+        window_pages: IntArray = EMPTY,
     ) -> None:
         """Keep ``pages``, which hold the first of ``tokens``, unless they are kept already; and
-        ``snapshots``, each the one after so many of these pages.
+        ``snapshots``, each the one after so many of these pages, and ``window_pages``, int32[len(
+        pages)], ``NO_PAGE`` for those of which none is to be kept.
 
         The least recently used slots make room. The end of a prefix that does not fit is left out.
         """
@@ -104,19 +118,22 @@ class HostCache:
         # [len(kept), end) get slots: free ones, or after evicting others
         # [end, ...)       left out
         room = self._pool.num_free + self._tree.num_evictable
-        end = min(len(pages), len(kept) + room)
+        end, slots = min(len(pages), len(kept) + room), kept
         if end > len(kept):
             missing = end - len(kept)
             self._make_room(missing)
-            slots = self._pool.allocate(missing)
-            node, _ = self._tree.insert(node, tokens[len(kept) * size : end * size], slots, key)
+            new = self._pool.allocate(missing)
+            node, _ = self._tree.insert(node, tokens[len(kept) * size : end * size], new, key)
             if self._watch is not None:
-                self._watch.published(tokens[: end * size], salt, slots)
+                self._watch.published(tokens[: end * size], salt, new)
             # a slot that was to be saved to, and was evicted before, gets the newer page
-            self._pending |= zip(slots.tolist(), pages[len(kept) : end].tolist(), strict=True)
+            self._pending |= zip(new.tolist(), pages[len(kept) : end].tolist(), strict=True)
+            slots = np.concatenate([kept, new])
         for num_pages, snapshot in snapshots:
             if num_pages <= end and not self._tree.use_snapshot(node, num_pages):
                 self._save_states(node, num_pages, snapshot)
+        if self._windows is not None:
+            self._windows.save(slots, window_pages[:end])
         self._tree.unpin(node)
 
     def match_length(self, tokens: IntArray, salt: str) -> int:
@@ -127,6 +144,9 @@ class HostCache:
         """The longest prefix of ``tokens[:-1]``. The plan that is being made may load it."""
         node, slots = self._tree.match(tokens[:-1], salt_key(salt))
         self._matched.append(node)
+        if self._windows is not None:
+            slots = slots[: self._windows.usable(slots)]
+            return HostPrefix(slots, window_slots=self._windows.match(slots))
         if node.snapshot != NO_SNAPSHOT:
             self._matched_states.add(node.snapshot)
         return HostPrefix(slots, node.snapshot)
@@ -137,12 +157,11 @@ class HostCache:
             self._tree.unpin(node)
         self._matched.clear()
         self._matched_states.clear()
-        if not self._pending and not self._pending_states:
-            return NO_HOST_COPIES
-        copies = HostCopies(*_columns(self._pending), *_columns(self._pending_states))
+        of_windows = (EMPTY, EMPTY) if self._windows is None else self._windows.take_saves()
+        copies = HostCopies(*_columns(self._pending), *of_windows, *_columns(self._pending_states))
         self._pending.clear()
         self._pending_states.clear()
-        return copies
+        return NO_HOST_COPIES if copies.is_empty else copies
 
     def emptied(self) -> HostCache:
         """New slots, all of them free."""
@@ -152,6 +171,7 @@ class HostCache:
             self.num_slots,
             self.page_size,
             num_state_slots=self.num_state_slots,
+            windows=None if self._windows is None else self._windows.emptied(),
             watch=self._watch,
         )
 
@@ -162,6 +182,8 @@ class HostCache:
         self._states.check()
         if self._states.num_taken:
             raise InvariantError("a state slot is taken and belongs to no prefix")
+        if self._windows is not None:
+            self._windows.check(self._pool.free_pages())
         slots = np.concatenate([self._pool.free_pages(), *(n.pages for n in self._tree.nodes())])
         if not np.array_equal(np.sort(slots), np.arange(self.num_slots)):
             raise InvariantError("a slot of main memory is neither free nor in the tree, or both")
@@ -182,6 +204,8 @@ class HostCache:
         if short > 0:
             evicted = self._tree.evict(short)
             self._states.reclaim()
+            if self._windows is not None:
+                self._windows.drop(evicted)
             self._pool.free(evicted)
             if self._watch is not None:
                 self._watch.left(evicted)
@@ -189,5 +213,7 @@ class HostCache:
 
 def _columns(pending: dict[int, int]) -> tuple[IntArray, IntArray]:
     """What is saved, and the slots that it goes to, int32[num_copies] each."""
+    if not pending:
+        return EMPTY, EMPTY
     sources, slots = list(pending.values()), list(pending)
     return np.array(sources, dtype=np.int32), np.array(slots, dtype=np.int32)

@@ -16,7 +16,7 @@ from array import array
 import numpy as np
 
 from minisgl_backend.errors import InvariantError
-from minisgl_backend.request import EMPTY, IntArray
+from minisgl_backend.request import EMPTY, IntArray, Mask
 
 
 def num_pages_for(num_tokens: int, page_size: int) -> int:
@@ -78,6 +78,10 @@ class PagePool:
     def has_suspects(self, pages: IntArray) -> bool:
         """Whether one of ``pages`` may hold NaN."""
         return bool(self._is_suspect[pages].any())
+
+    def are_suspects(self, pages: IntArray) -> Mask:
+        """Which of ``pages`` may hold NaN, bool[num_pages]."""
+        return self._is_suspect[pages]
 
     def num_trusted(self, pages: IntArray) -> int:
         """Number of leading ``pages`` that hold finite numbers only."""

@@ -38,15 +38,17 @@ class RadixCache(NaiveCache):
         needs_snapshots: bool = False,
         host: HostCache | None = None,
     ) -> None:
-        """For ``needs_snapshots`` see ``RadixTree``. With ``host`` there are no window pages, and
-        it keeps states if there are snapshots."""
+        """For ``needs_snapshots`` see ``RadixTree``. ``host`` keeps states if there are snapshots,
+        and window pages if there are ``windows``."""
         super().__init__(num_pages, page_size, is_clean=is_clean, windows=windows)
         self._tree = RadixTree(page_size, needs_snapshots=needs_snapshots)
         self._promises = RadixTree(page_size)  # its pages are indices only
         self._watch = watch
         self._host = host
-        if host is not None and (windows is not None or host.keeps_states != needs_snapshots):
-            raise InvariantError("main memory keeps other things than the cache")
+        if host is not None:
+            own = needs_snapshots, windows is not None
+            if own != (host.keeps_states, host.keeps_windows):
+                raise InvariantError("main memory keeps other things than the cache")
 
     @property
     def host(self) -> HostCache | None:

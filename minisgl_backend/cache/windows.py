@@ -40,6 +40,18 @@ from minisgl_backend.plan import NO_PAGE, Grants
 from minisgl_backend.request import IntArray
 
 
+def usable_length(attached: IntArray, span: int) -> int:
+    """Number of pages of a sequence that can be a prefix, by their window pages, int32[num_pages],
+    ``NO_PAGE`` for none: each of the last ``span`` pages of the prefix must have one."""
+    if not len(attached):
+        return 0
+    index = np.arange(len(attached))
+    missing = np.where(attached == NO_PAGE, index, -1)
+    run = index - np.maximum.accumulate(missing)  # pages with window pages up to each
+    found = np.flatnonzero(run >= np.minimum(span, index + 1))
+    return int(found[-1]) + 1 if len(found) else 0
+
+
 @dataclass(slots=True, eq=False)
 class WindowLease:
     """A lease as this module knows it: its ``pages``, in the order of its positions, the first
@@ -100,13 +112,7 @@ class WindowPages:
     def usable(self, pages: IntArray) -> int:
         """Number of ``pages``, the first ones of a sequence, that can be its cached prefix: the
         window at the end of the prefix must be attached."""
-        if not len(pages):
-            return 0
-        index = np.arange(len(pages))
-        missing = np.where(self._attached[pages] == NO_PAGE, index, -1)
-        run = index - np.maximum.accumulate(missing)  # attached pages up to each
-        found = np.flatnonzero(run >= np.minimum(self.span, index + 1))
-        return int(found[-1]) + 1 if len(found) else 0
+        return usable_length(self._attached[pages], self.span)
 
     def enter(self, lease: WindowLease) -> None:
         """Hold the window at the end of the shared pages of a new lease."""
@@ -163,6 +169,38 @@ class WindowPages:
         for index, window_page in enumerate(taken.tolist(), lease.window_end):
             self._grants[lease.line, index] = window_page
         lease.window_end = num_pages
+
+    def resume(self, lease: WindowLease, num_pages: int) -> range | None:
+        """Let a lease that was just seated go on after its first ``num_pages``, more than are
+        shared: hold the window before that. Returns the indices of its pages that got new window
+        pages, which must be filled; None if too few are available, and then nothing changes."""
+        first = max(0, num_pages - self.span)
+        indices = range(max(first, lease.window_end), num_pages)
+        if len(indices) > self.num_available:
+            return None
+        for index in range(lease.window_begin, min(first, lease.window_end)):
+            self._grants[lease.line, index] = NO_PAGE
+            self._let_go(lease.pages[index], self._kept)
+        lease.window_begin = first
+        lease.window_end = indices.start
+        self.extend(lease, num_pages)
+        return indices
+
+    def pages_of(self, lease: WindowLease, indices: range) -> IntArray:
+        """The window pages of these indices of a lease's pages, int32[len(indices)]."""
+        pages = np.array(lease.pages[indices.start : indices.stop], dtype=np.int32)
+        return self._attached[pages]
+
+    def worth_keeping(self, lease: WindowLease, num_pages: int) -> IntArray:
+        """The window pages of the first ``num_pages`` of a lease that are finite and in a window
+        that is worth keeping, or in its last, int32[num_pages]; ``NO_PAGE`` for others."""
+        ends = {end for end in (*lease.keeps, num_pages) if end <= num_pages}
+        indices = [i for end in ends for i in range(max(0, end - self.span), end)]
+        found = np.full(num_pages, NO_PAGE, dtype=np.int32)
+        found[indices] = self._attached[np.array(lease.pages[:num_pages], dtype=np.int32)[indices]]
+        held = np.flatnonzero(found != NO_PAGE)
+        found[held[self._pool.are_suspects(found[held])]] = NO_PAGE
+        return found
 
     def replace(self, lease: WindowLease, start: int, known: IntArray) -> None:
         """The pages of a lease from index ``start`` on are about to be replaced by ``known``, which

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from minisgl_backend.device.base import Device
 from minisgl_backend.execution.states import StateStorage
-from minisgl_backend.plan import HostCopies
+from minisgl_backend.request import IntArray
 
 
 class HostStates:
@@ -30,19 +30,14 @@ class HostStates:
             for like in states.snapshot(0)
         ]
 
-    def save(self, copies: HostCopies) -> None:
-        """Queue copies of snapshots to state slots."""
-        for snapshot, slot in _pairs(copies):
+    def save(self, snapshots: IntArray, slots: IntArray) -> None:
+        """Queue copies of snapshots to state slots, int32[num_copies] both."""
+        for snapshot, slot in zip(snapshots.tolist(), slots.tolist(), strict=True):
             for target, source in zip(self._slots, self._states.snapshot(snapshot), strict=True):
                 target[slot].copy_(source, non_blocking=True)
 
-    def load(self, copies: HostCopies) -> None:
-        """Queue copies of state slots to snapshots."""
-        for snapshot, slot in _pairs(copies):
+    def load(self, snapshots: IntArray, slots: IntArray) -> None:
+        """Queue copies of state slots to snapshots, int32[num_copies] both."""
+        for snapshot, slot in zip(snapshots.tolist(), slots.tolist(), strict=True):
             for source, target in zip(self._slots, self._states.snapshot(snapshot), strict=True):
                 target.copy_(source[slot], non_blocking=True)
-
-
-def _pairs(copies: HostCopies) -> list[tuple[int, int]]:
-    """Snapshots and state slots."""
-    return list(zip(copies.snapshots.tolist(), copies.state_slots.tolist(), strict=True))

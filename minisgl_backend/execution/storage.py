@@ -98,27 +98,25 @@ class KVStorage:
                 part = slice(begin, begin + _COPIED_AT_ONCE)
                 slots.index_copy_(2, targets[part], slots.index_select(2, sources[part]))
 
-    @property
-    def page_bytes(self) -> int:
-        """The bytes of a page in all layers that have no window pages."""
-        return sum(_page_bytes(raw) for raw in self._raw(window_pages=False))
+    def page_bytes(self, *, window_pages: bool = False) -> int:
+        """The bytes of a page, or of a window page, in all layers that have such pages."""
+        return sum(_page_bytes(raw) for raw in self._raw(window_pages=window_pages))
 
-    def read(self, pages: Tensor, out: Tensor) -> None:
-        """Copy whole ``pages``, int64[n], to ``out``, uint8[n, page_bytes]. There must be no window
-        pages."""
-        for raw, part in self._parts(out):
+    def read(self, pages: Tensor, out: Tensor, *, window_pages: bool = False) -> None:
+        """Copy whole pages, or window pages, int64[n], to ``out``, uint8[n, page_bytes]."""
+        for raw, part in self._parts(out, window_pages=window_pages):
             part.copy_(raw.index_select(2, pages).movedim(2, 0))
 
-    def write(self, pages: Tensor, content: Tensor) -> None:
+    def write(self, pages: Tensor, content: Tensor, *, window_pages: bool = False) -> None:
         """The reverse of ``read``. No page may occur twice."""
-        for raw, part in self._parts(content):
+        for raw, part in self._parts(content, window_pages=window_pages):
             raw.index_copy_(2, pages, part.movedim(0, 2))
 
-    def _parts(self, content: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Each tensor of pages, and its part of the ``content`` of n pages, uint8[n, page_bytes]:
-        [n, num_layers, 2 or 1, page_size, num_kv_heads, head_dim]."""
+    def _parts(self, content: Tensor, *, window_pages: bool) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each tensor of such pages, and its part of the ``content`` of n pages, uint8[n,
+        page_bytes]: [n, num_layers, 2 or 1, page_size, num_kv_heads, head_dim]."""
         begin = 0
-        for raw in self._raw(window_pages=False):
+        for raw in self._raw(window_pages=window_pages):
             end = begin + _page_bytes(raw)
             part = content[:, begin:end].view(raw.dtype)
             yield raw, part.view(len(content), *raw.shape[:2], *raw.shape[3:])
@@ -193,9 +191,14 @@ class WindowRule:
     page_bytes: int
     in_all_layers: bool = False
 
+    @property
+    def span(self) -> int:
+        """See ``WindowPages``."""
+        return -(-(self.window - 1) // self.page_size)
+
     def num_pages(self, num_others: int) -> int:
         """The number of window pages beside ``num_others`` pages."""
-        of_row = -(-(self.window - 1) // self.page_size) + 2
+        of_row = self.span + 2
         of_chunks = 2 * (-(-self.max_prefill_tokens // self.page_size) + 1)
         most = num_others if self.in_all_layers else self.max_rows * of_row + of_chunks
         return min(num_others, most, max(of_row, num_others // 2))

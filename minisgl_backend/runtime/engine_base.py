@@ -52,9 +52,9 @@ class EngineInfo:
     output head and only embeds prompts. These are None if the model does not have them:
     ``num_snapshots`` of recurrent states, ``num_window_pages`` of layers whose largest window is
     ``window``, and ``section``, the size of sections of attention. Main memory keeps up to
-    ``num_host_slots`` pages and ``num_state_slots`` snapshots. If it ``reads_groups``, attention
-    reads the pages that decoding rows share together. With several replicas, the limits of the
-    queue hold for all together, everything else for each.
+    ``num_host_slots`` pages, ``num_window_slots`` window pages and ``num_state_slots`` snapshots.
+    If it ``reads_groups``, attention reads the pages that decoding rows share together. With
+    several replicas, the limits of the queue hold for all together, everything else for each.
     """
 
     model: str
@@ -76,6 +76,7 @@ class EngineInfo:
     num_snapshots: int | None = None
     num_window_pages: int | None = None
     num_host_slots: int = 0
+    num_window_slots: int = 0
     num_state_slots: int = 0
     window: int | None = None
     section: int | None = None

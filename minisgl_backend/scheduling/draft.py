@@ -44,6 +44,7 @@ class Draft:
         self._admissions: list[Admission] = []
         self._grants: list[tuple[IntArray, IntArray, IntArray]] = []
         self._host_loads: list[tuple[int, int]] = []
+        self._window_loads: list[tuple[int, int]] = []
         self._state_loads: list[tuple[int, int]] = []
         self._copies: list[tuple[int, int, int]] = []
         self._checks: list[tuple[int, int, int]] = []
@@ -93,6 +94,10 @@ class Draft:
     def load_pages(self, pages: Sequence[int], slots: IntArray) -> None:
         """Fill pages from slots of main memory."""
         self._host_loads += zip(pages, slots.tolist(), strict=True)
+
+    def load_window_pages(self, window_pages: IntArray, window_slots: IntArray) -> None:
+        """Fill window pages from window slots of main memory."""
+        self._window_loads += zip(window_pages.tolist(), window_slots.tolist(), strict=True)
 
     def load_states(self, snapshot: int, state_slot: int) -> None:
         """Fill a snapshot from a state slot of main memory."""
@@ -169,8 +174,9 @@ class Draft:
         sampling = self.sample_rows
         begun_from = np.array(self._begun_from, dtype=np.int32)
         loads = NO_HOST_COPIES
-        if self._host_loads or self._state_loads:
-            loads = HostCopies(*_columns(self._host_loads, 2), *_columns(self._state_loads, 2))
+        of_kinds = self._host_loads, self._window_loads, self._state_loads
+        if any(of_kinds):
+            loads = HostCopies(*(it for of_kind in of_kinds for it in _columns(of_kind, 2)))
         return StepPlan(
             step=step,
             released_rows=np.array(released_rows, dtype=np.int32),

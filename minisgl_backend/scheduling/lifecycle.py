@@ -223,6 +223,12 @@ class Lifecycle:
         # [end, ...)     computed by this sequence
         if end <= begin:
             return 0
+        if (windows := self.cache.windows) is not None:
+            indices = windows.resume(lease, end)
+            if indices is None:
+                return 0
+            window_slots = prefix.window_slots[len(prefix.window_slots) - len(indices) :]
+            draft.load_window_pages(windows.pages_of(lease, indices), window_slots)
         draft.load_pages(lease.pages[begin:end], prefix.slots[begin:])
         self.rows.skip(sequence.row, end * size)
         return (end - begin) * size
@@ -322,9 +328,7 @@ class Lifecycle:
         if sequence.failed:
             self.cache.discard(lease)
         else:
-            if self.cache.host is not None:
-                pages, snapshots = self.cache.finite_pages(lease), self.cache.snapshots_along(lease)
-                self.cache.host.save(known, sequence.request.cache_key, pages, snapshots)
+            self._save_to_host(lease, known, sequence.request.cache_key)
             self.cache.release(lease)
         self.rows.give_back(row)
         self.places.give_back(sequence.request.adapter)
@@ -414,6 +418,21 @@ class Lifecycle:
         prefilling = [s for s in held if s.phase is Phase.PREFILLING]
         if sorted(prefilling, key=by_precedence) != self.prefilling:
             raise InvariantError("not exactly the prefilling sequences are listed as such")
+
+    def _save_to_host(self, lease: Lease, tokens: IntArray, salt: str) -> None:
+        """Let main memory keep what a lease has published, and what is needed to go on from it."""
+        host, windows = self.cache.host, self.cache.windows
+        if host is not None:
+            pages = self.cache.finite_pages(lease)
+            host.save(
+                tokens,
+                salt,
+                pages,
+                snapshots=self.cache.snapshots_along(lease),
+                window_pages=(
+                    EMPTY if windows is None else windows.worth_keeping(lease, len(pages))
+                ),
+            )
 
     def _queue_samples_of(self, leader: Sequence) -> None:
         """Queue the sequences that wait behind this one."""

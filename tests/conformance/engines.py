@@ -14,6 +14,7 @@ import torch
 from minisgl_backend.attention.base import AttentionSetting
 from minisgl_backend.attention.choose import choose_attention
 from minisgl_backend.cache.host import HostCache
+from minisgl_backend.cache.host_windows import HostWindows
 from minisgl_backend.cache.kv import KVCache
 from minisgl_backend.cache.naive_cache import NaiveCache
 from minisgl_backend.cache.radix_cache import RadixCache
@@ -115,6 +116,7 @@ class TinyEngine(AbstractContextManager["TinyEngine"]):
         num_snapshots: int = 6,
         num_host_slots: int = 0,
         num_state_slots: int = 6,
+        num_window_slots: int = 40,
         overlap: bool = True,
         attention: str | None = None,
         device: Device | None = None,
@@ -185,8 +187,14 @@ class TinyEngine(AbstractContextManager["TinyEngine"]):
             model.bind_states(states.layers)
         host_slots: HostSlots | None = None
         if num_host_slots:
-            of_states = None if states is None else HostStates(states, device, num_state_slots)
-            host_slots = HostSlots(HostPages(self.storage, device, num_host_slots), of_states)
+            of_pages = of_windows = of_states = None
+            if self.storage.page_bytes():
+                of_pages = HostPages(self.storage, device, num_host_slots)
+            if windows is not None:
+                of_windows = HostPages(self.storage, device, num_window_slots, window_pages=True)
+            if states is not None:
+                of_states = HostStates(states, device, num_state_slots)
+            host_slots = HostSlots(of_pages, of_windows, of_states)
         setting = AttentionSetting(
             shape=shape,
             page_size=page_size,
@@ -235,8 +243,16 @@ class TinyEngine(AbstractContextManager["TinyEngine"]):
         cache: KVCache = NaiveCache(num_pages, page_size, windows=windows)
         host: HostCache | None = None
         if num_host_slots:
-            num_states = None if states is None else num_state_slots
-            host = HostCache(num_host_slots, page_size, num_state_slots=num_states)
+            host = HostCache(
+                num_host_slots,
+                page_size,
+                num_state_slots=None if states is None else num_state_slots,
+                windows=(
+                    None
+                    if windows is None
+                    else HostWindows(num_window_slots, num_slots=num_host_slots, span=windows.span)
+                ),
+            )
         if radix and states is not None:
             cache = SnapshotCache(num_pages, page_size, num_snapshots, host=host)
         elif radix:

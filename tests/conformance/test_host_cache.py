@@ -84,6 +84,28 @@ def test_tokens_of_recurrent_layers(case: str, options: dict[str, Any], tmp_path
         assert outcomes[-1].num_cached_tokens > without[-1].num_cached_tokens
 
 
+@pytest.mark.parametrize(
+    "case", ["mistral-window", "gemma3", "gemma4-per-layer", "gpt-oss", "llama4", "qwen2-window"]
+)
+@pytest.mark.parametrize(
+    "options", [{}, {"num_host_slots": 60, "num_window_slots": 24, "overlap": False, "chunk": 7}]
+)
+def test_tokens_of_layers_with_windows(case: str, options: dict[str, Any], tmp_path: Path) -> None:
+    """Window pages come from main memory, too, if layers have any."""
+    theirs = write_checkpoint(case, tmp_path)
+    prompts = prompts_with_shared_prefixes(vocab_size=VOCAB_SIZE, longest=110, seed=7, count=9)
+    reference = Answers([theirs] * len(prompts), prompts)
+    model = load_model(tmp_path, context=CONTEXT)
+    chosen = {"num_host_slots": 400, "num_window_slots": 200, "num_positions": 320, **options}
+    outcomes, num_loaded = answers(model, prompts, **chosen)
+    assert num_loaded > 0
+    for outcome in outcomes:
+        assert outcome.tokens == reference.tokens(outcome.tokens)
+    without, _ = answers(model, prompts, **{**chosen, "num_host_slots": 0})
+    if not options:
+        assert outcomes[-1].num_cached_tokens > without[-1].num_cached_tokens
+
+
 def test_states_of_cached_pages(tmp_path: Path) -> None:
     """The device has room for all pages, but for few snapshots: only states are loaded."""
     write_checkpoint("qwen3.5", tmp_path)

@@ -14,8 +14,8 @@ Layers with windows may have their own pages: the same numbers, kept in window p
 through their table as far as a window reaches. The result is wrong if they differ from those of the
 other layers, and NaN if any window page in a row's line of the table has NaN.
 
-Main memory keeps copies of pages by slot, and of states by state slot. What may hold NaN must not
-get there.
+Main memory keeps copies of pages, window pages and states, each by slots of its own. What may hold
+NaN must not get there.
 
 Rows may have recurrent states, too: all KV so far, carried from step to step and not read through
 the page table. A token is wrong if the two differ. States stay as they are in a step with guesses,
@@ -203,7 +203,8 @@ class FakeExecutor:
     tokens. There is memory for the updates of ``most_unsettled`` rows. The MTP layer guesses
     ``mtp_tokens`` for a row. ``num_cleared`` counts the
     broken pages of all plans, ``num_kept`` the states of decoding rows that were kept,
-    ``num_loaded`` the pages that came from main memory, ``num_states_loaded`` the states.
+    ``num_loaded`` the pages that came from main memory, ``num_states_loaded`` the states and
+    ``num_windows_loaded`` the window pages.
     """
 
     num_pages: int
@@ -221,6 +222,7 @@ class FakeExecutor:
     num_kept: int = 0
     num_loaded: int = 0
     num_states_loaded: int = 0
+    num_windows_loaded: int = 0
     _kv: npt.NDArray[np.uint64] = field(init=False)  # [num_pages, page_size]
     _is_nan: npt.NDArray[np.bool_] = field(init=False)  # [num_pages, page_size]
     _page_table: npt.NDArray[np.int64] = field(init=False)  # [num_rows, pages of a sequence]
@@ -230,6 +232,7 @@ class FakeExecutor:
     _window_is_nan: npt.NDArray[np.bool_] = field(init=False)  # the last is the dummy page
     _window_table: npt.NDArray[np.int64] = field(init=False)  # as _page_table
     _host: dict[int, npt.NDArray[np.uint64]] = field(init=False, default_factory=dict)
+    _host_windows: dict[int, npt.NDArray[np.uint64]] = field(init=False, default_factory=dict)
     _host_states: dict[int, _State] = field(init=False, default_factory=dict)
     _snapshots: dict[int, _State] = field(init=False, default_factory=dict)
     _rows: dict[int, _Row] = field(init=False, default_factory=dict)
@@ -415,9 +418,13 @@ class FakeExecutor:
     def _save(self, saves: HostCopies) -> None:
         assert len({*saves.slots.tolist()}) == len(saves.slots)
         assert len({*saves.state_slots.tolist()}) == len(saves.state_slots)
+        assert len({*saves.window_slots.tolist()}) == len(saves.window_slots)
         for page, slot in _lines(saves.pages, saves.slots):
             assert not self._is_nan[page].any(), "main memory keeps a page with NaN"
             self._host[slot] = self._kv[page].copy()
+        for page, slot in _lines(saves.window_pages, saves.window_slots):
+            assert not self._window_is_nan[page].any(), "main memory keeps a window with NaN"
+            self._host_windows[slot] = self._window_kv[page].copy()
         for snapshot, slot in _lines(saves.snapshots, saves.state_slots):
             self._host_states[slot] = self._snapshots[snapshot]
             assert not self._host_states[slot].has_nan, "main memory keeps states with NaN"
@@ -425,8 +432,13 @@ class FakeExecutor:
     def _load(self, loads: HostCopies) -> None:
         assert len({*loads.pages.tolist()}) == len(loads.pages)
         assert len({*loads.snapshots.tolist()}) == len(loads.snapshots)
+        assert len({*loads.window_pages.tolist()}) == len(loads.window_pages)
         self.num_loaded += len(loads.pages)
         self.num_states_loaded += len(loads.snapshots)
+        self.num_windows_loaded += len(loads.window_pages)
+        for page, slot in _lines(loads.window_pages, loads.window_slots):
+            self._window_kv[page] = self._host_windows[slot]
+            assert not self._window_is_nan[page].any(), "a window page with NaN is granted"
         for snapshot, slot in _lines(loads.snapshots, loads.state_slots):
             self._snapshots[snapshot] = self._host_states[slot]
         for page, slot in _lines(loads.pages, loads.slots):

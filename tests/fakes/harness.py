@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from minisgl_backend.cache.host import HostCache
+from minisgl_backend.cache.host_windows import HostWindows
 from minisgl_backend.cache.kv import KVCache
 from minisgl_backend.cache.naive_cache import NaiveCache
 from minisgl_backend.cache.radix_cache import RadixCache
@@ -48,8 +49,8 @@ _FIRST_TURN = 1000  # the number of the first request that continues another
 class Setup:
     """All that may differ between two runs of one workload. With ``num_snapshots``, rows have
     recurrent states; with ``window``, there are ``num_window_pages`` in addition to the other
-    pages. Main memory has ``num_host_slots`` and, with snapshots, ``num_state_slots``. Chunks end
-    at ``section`` boundaries."""
+    pages. Main memory has ``num_host_slots`` and, with snapshots, ``num_state_slots`` or, with
+    windows, ``num_window_slots``. Chunks end at ``section`` boundaries."""
 
     page_size: int
     num_pages: int
@@ -67,6 +68,7 @@ class Setup:
     num_window_pages: int = 0
     num_host_slots: int = 0
     num_state_slots: int = 0
+    num_window_slots: int = 0
     section: int | None = None
     speculative_tokens: int = 0
     speculative_max_requests: int = 8
@@ -90,7 +92,17 @@ class Setup:
         host = None
         if self.num_host_slots:
             num_state_slots = None if self.num_snapshots is None else self.num_state_slots
-            host = HostCache(self.num_host_slots, self.page_size, num_state_slots=num_state_slots)
+            of_windows = None
+            if windows is not None:
+                of_windows = HostWindows(
+                    self.num_window_slots, num_slots=self.num_host_slots, span=windows.span
+                )
+            host = HostCache(
+                self.num_host_slots,
+                self.page_size,
+                num_state_slots=num_state_slots,
+                windows=of_windows,
+            )
         if self.num_snapshots is None:
             return RadixCache(self.num_pages, self.page_size, windows=windows, host=host)
         return SnapshotCache(self.num_pages, self.page_size, self.num_snapshots, host=host)
@@ -346,6 +358,23 @@ def with_host_states(setup: Setup) -> Setup:
         num_snapshots=setup.num_snapshots or 3,
         num_host_slots=setup.num_pages,
         num_state_slots=2,
+    )
+
+
+def with_host_windows(setup: Setup) -> Setup:
+    """The same for layers with windows, which have few pages of their own."""
+    window = setup.window or setup.page_size + 2
+    least = -(-(window - 1) // setup.page_size) + 2
+    return replace(
+        setup,
+        cache="radix",
+        section=None,
+        mtp_tokens=0,
+        num_snapshots=None,
+        window=window,
+        num_window_pages=max(setup.num_window_pages, least + 2),
+        num_host_slots=setup.num_pages,
+        num_window_slots=3 * least,
     )
 
 

@@ -18,6 +18,7 @@ from minisgl_backend.build import build_engine
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.device.cuda import CudaDevice
 from minisgl_backend.execution.host_pages import HostPages
+from minisgl_backend.execution.host_slots import HostSlots
 from minisgl_backend.execution.host_states import HostStates
 from minisgl_backend.execution.storage import KVStorage
 from minisgl_backend.kernels.dispatch import is_interpreted
@@ -68,11 +69,11 @@ def test_pages_return_as_they_were(shape: AttentionShape, dtype: torch.dtype) ->
 
     def steps() -> None:
         see()
-        host.save(copies(*saved))
+        host.save(*copies(*saved))
         storage.clear(torch.arange(200, device=device.torch_device))
         see()
-        host.load(copies(*saved[:150]))
-        host.load(copies((250, int(slots[160]))))
+        host.load(*copies(*saved[:150]))
+        host.load(*copies((250, int(slots[160]))))
         see()
 
     device.submit(steps).result()
@@ -154,7 +155,7 @@ def test_tokens_with_an_mtp_layer(tmp_path: Path) -> None:
 def test_states_return_as_they_were(shape: RecurrentSpec) -> None:
     device = CudaDevice()
     storage = storage_of(shape, device.torch_device)
-    host = HostStates(storage, device, num_slots=3)
+    host = HostSlots(states=HostStates(storage, device, num_slots=3))
     before = [[it.cpu() for it in of_snapshot] for of_snapshot in contents_of(storage)]
 
     def steps() -> None:
@@ -173,6 +174,20 @@ def test_states_return_as_they_were(shape: RecurrentSpec) -> None:
             now = [it.cpu() for it in found]
             assert all(map(torch.equal, now, before[came_from[number]]))
     device.close()
+
+
+@pytest.mark.parametrize("case", ["mistral-window", "gemma3", "gpt-oss"])
+def test_tokens_of_layers_with_windows(case: str, tmp_path: Path) -> None:
+    """With window pages from main memory they are as good as those of an engine that computes."""
+    reference = write_checkpoint(case, tmp_path).float()
+    prompts = prompts_with_shared_prefixes(vocab_size=VOCAB_SIZE, longest=110, seed=7)
+    small: dict[str, Any] = {"max_sequence_length": CONTEXT, "num_pages": 60, "dtype": "float32"}
+    cold, _ = rounds(tmp_path, prompts, **{**small, "cache": "naive"})
+    found, stats = rounds(tmp_path, prompts, **small, host_cache_gib=0.05)
+    assert stats.host_loaded_tokens > 0
+    least = np.mean([shortfalls(reference, prompts, each) for each in cold])
+    for each in found:
+        assert np.mean(shortfalls(reference, prompts, each)) < 2 * least + 0.01
 
 
 @pytest.mark.parametrize("case", ["qwen3.5", "nemotron-h", "lfm2", "kimi-linear"])

@@ -11,11 +11,13 @@ import random
 from array import array
 from collections.abc import Callable, Iterable, Set
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from minisgl_backend.cache.host import HostCache, HostPrefix
+from minisgl_backend.cache.host_windows import HostWindows
 from minisgl_backend.cache.kv import Lease
 from minisgl_backend.cache.naive_cache import NaiveCache
 from minisgl_backend.cache.pages import PagePool, as_array
@@ -45,6 +47,7 @@ from tests.fakes.harness import (
     with_guesses,
     with_host,
     with_host_states,
+    with_host_windows,
     with_mtp,
 )
 from tests.properties.effort import examples
@@ -393,10 +396,10 @@ def saved_to_an_evicted_slot(patch: pytest.MonkeyPatch) -> None:
     save = HostCache.save
 
     def save_first(
-        self: HostCache, tokens: IntArray, salt: str, pages: IntArray, snapshots: Kept = ()
+        self: HostCache, tokens: IntArray, salt: str, pages: IntArray, **others: Any
     ) -> None:
         before = dict(self._pending)
-        save(self, tokens, salt, pages, snapshots)
+        save(self, tokens, salt, pages, **others)
         self._pending |= before
 
     patch.setattr(HostCache, "save", save_first)
@@ -482,7 +485,8 @@ def states_saved_late(patch: pytest.MonkeyPatch) -> None:
     def take_older(self: HostCache) -> HostCopies:
         now = take(self)
         older, due[self] = due.get(self, HostCopies()), now
-        return HostCopies(now.pages, now.slots, older.snapshots, older.state_slots)
+        states = older.snapshots, older.state_slots
+        return HostCopies(now.pages, now.slots, now.window_pages, now.window_slots, *states)
 
     patch.setattr(HostCache, "take_saves", take_older)
 
@@ -524,6 +528,38 @@ def pages_without_states_leased(patch: pytest.MonkeyPatch) -> None:
         return acquire(self, tokens, salt, resumed_at=len(tokens) - 1 if resumed_at else 0)
 
     patch.setattr(SnapshotCache, "acquire", acquire_all)
+
+
+def windows_saved_late(patch: pytest.MonkeyPatch) -> None:
+    """Window pages are saved one plan later, when others may have written to them."""
+    take = HostWindows.take_saves
+    due: dict[HostWindows, tuple[IntArray, IntArray]] = {}
+
+    def take_older(self: HostWindows) -> tuple[IntArray, IntArray]:
+        older, due[self] = due.get(self, (EMPTY, EMPTY)), take(self)
+        return older
+
+    patch.setattr(HostWindows, "take_saves", take_older)
+
+
+def windows_loaded_to_the_next_page(patch: pytest.MonkeyPatch) -> None:
+    """Loaded window pages are one place too far along."""
+    load = Draft.load_window_pages
+
+    def rotated(self: Draft, window_pages: IntArray, window_slots: IntArray) -> None:
+        load(self, window_pages, np.roll(window_slots, 1))
+
+    patch.setattr(Draft, "load_window_pages", rotated)
+
+
+def windows_loaded_but_for_the_first(patch: pytest.MonkeyPatch) -> None:
+    """A row that goes on after a loaded prefix does not have all of its window."""
+    load = Draft.load_window_pages
+
+    def cut(self: Draft, window_pages: IntArray, window_slots: IntArray) -> None:
+        load(self, window_pages[1:], window_slots[1:])
+
+    patch.setattr(Draft, "load_window_pages", cut)
 
 
 def without_guards(patch: pytest.MonkeyPatch) -> None:
@@ -595,7 +631,15 @@ BUGS_OF_HOST_STATES: dict[Inject, int] = {
     pages_without_states_leased: 3,
 }
 """The same with recurrent states there."""
-ALL_BUGS = BUGS | BUGS_OF_GUESSES | BUGS_OF_MTP | BUGS_OF_HOST | BUGS_OF_HOST_STATES
+BUGS_OF_HOST_WINDOWS: dict[Inject, int] = {
+    windows_saved_late: 3,
+    windows_loaded_to_the_next_page: 3,
+    windows_loaded_but_for_the_first: 0,
+}
+"""The same with window pages there."""
+ALL_BUGS = (
+    BUGS | BUGS_OF_GUESSES | BUGS_OF_MTP | BUGS_OF_HOST | BUGS_OF_HOST_STATES | BUGS_OF_HOST_WINDOWS
+)
 
 
 def as_drawn(setup: Setup) -> Setup:
@@ -614,6 +658,8 @@ def noticed(inject: Inject, *, by: tuple[type[Exception], ...], check: bool) -> 
         changed = with_host
     if inject in BUGS_OF_HOST_STATES:
         changed = with_host_states
+    if inject in BUGS_OF_HOST_WINDOWS:
+        changed = with_host_windows
     for seed in (ALL_BUGS[inject], *range(NUM_SEEDS)):
         rng = random.Random(seed)
         try:
@@ -633,6 +679,7 @@ def noticed(inject: Inject, *, by: tuple[type[Exception], ...], check: bool) -> 
         (with_mtp, NUM_SOUND_SEEDS // 2),
         (with_host, NUM_SOUND_SEEDS // 2),
         (with_host_states, NUM_SOUND_SEEDS),
+        (with_host_windows, NUM_SOUND_SEEDS),
     ],
 )
 def test_without_a_bug_all_workloads_pass(

@@ -30,7 +30,7 @@ def setups(draw: st.DrawFn) -> Setup:
     if is_finite and window is None and section is None:
         mtp_tokens = draw(st.sampled_from([0, 1, 3]))
     num_host_slots, cache = 0, draw(st.sampled_from(["radix", "radix", "naive"]))
-    if window is None and cache == "radix":
+    if cache == "radix":
         num_host_slots = draw(st.sampled_from([0, 2, num_pages, 5 * num_pages]))
     return Setup(
         page_size=page_size,
@@ -49,6 +49,7 @@ def setups(draw: st.DrawFn) -> Setup:
         num_window_pages=num_window_pages,
         num_host_slots=num_host_slots,
         num_state_slots=draw(st.sampled_from([3, 20, 0])),
+        num_window_slots=draw(st.sampled_from([3, 20, 0])),
         section=section,
         speculative_tokens=speculative_tokens,
         speculative_max_requests=draw(st.sampled_from([8, 2])),

@@ -170,7 +170,7 @@ def conversations(engine: EngineBase) -> float:
 
 def test_conversations_find_what_the_main_memory_of_a_replica_has() -> None:
     """They come back when its pages have gone to others."""
-    few = {**OPTIONS, "num_pages": 40, "data_parallel_size": 2}
+    few = {**OPTIONS, "num_pages": 28, "data_parallel_size": 2}
     shares = []
     for gib in (0.0, 0.1):
         engine = build_engine(EngineOptions(host_cache_gib=gib, **few))
@@ -180,7 +180,7 @@ def test_conversations_find_what_the_main_memory_of_a_replica_has() -> None:
             assert (min(loaded) > 0) == (gib > 0)
         finally:
             engine.close(drain_s=0)
-    assert shares[1] > shares[0] + 0.2
+    assert shares[1] > shares[0] + 0.1
 
 
 def test_conversations_find_as_much_cached_as_in_one_engine(

@@ -28,6 +28,7 @@ from minisgl_backend.models.recurrent_spec import DeltaSpec, KimiDeltaSpec, Mamb
 from minisgl_backend.parallel.group import OneRank
 from minisgl_backend.parallel.place import RankPlace
 from minisgl_backend.parts import STANDARD
+from minisgl_backend.rank_memory import HostSizes
 from minisgl_backend.resolve import Resolved
 from minisgl_backend.scheduling.scheduler import Scheduler, SchedulerConfig
 from tests.fakes.engine_info import engine_info
@@ -109,12 +110,12 @@ def test_main_memory_is_shared_out_to_the_ranks(num_ranks: int) -> None:
     facts = host_facts(num_ranks, host_cache_gib=0.25)
     page_bytes = bytes_per_page(facts.shape, 16, torch.float32)
     sizes = rank_memory.cache_sizes(facts, OneRank())
-    assert sizes.num_host_slots == 2**28 // (page_bytes * num_ranks) > 100
+    assert sizes.host.num_slots == 2**28 // (page_bytes * num_ranks) > 100
     storage = rank_memory.make_storage(facts, sizes)
-    assert storage.page_bytes == page_bytes
+    assert storage.page_bytes() == page_bytes
     slots = rank_memory.make_host_slots(facts, sizes, storage, None)
-    assert slots is not None and slots.states is None
-    none = replace(sizes, num_host_slots=0)
+    assert slots is not None and slots.states is None and slots.window_pages is None
+    none = replace(sizes, host=HostSizes())
     assert rank_memory.make_host_slots(facts, none, storage, None) is None
 
 
@@ -134,24 +135,42 @@ def test_states_get_half_of_main_memory(num_ranks: int) -> None:
     state_bytes = bytes_per_slot(delta.of_rank(num_ranks), torch.float32, torch.float32)
     sizes = rank_memory.cache_sizes(facts, OneRank())
     half = 2**27 // num_ranks
-    assert (sizes.num_host_slots, sizes.num_state_slots) == (
-        half // page_bytes,
-        half // state_bytes,
-    )
+    assert sizes.host == (half // page_bytes, 0, half // state_bytes)
     storage, states = rank_memory.make_storage(facts, sizes), rank_memory.make_states(facts, sizes)
     slots = rank_memory.make_host_slots(facts, sizes, storage, states)
     assert slots is not None and slots.states is not None
     tiny = replace(facts, options=replace(facts.options, host_cache_gib=page_bytes / 2**30))
-    message = f"no room for .*, and one for a snapshot of states, {state_bytes * num_ranks:,}"
+    least = (page_bytes + state_bytes) * num_ranks
+    message = f"no room for a page of 16 .* to go on from it, which take {least:,} bytes"
     with pytest.raises(ConfigError, match=message):
         rank_memory.cache_sizes(tiny, OneRank())
+
+
+@pytest.mark.parametrize("windows", [(None, 40), (40, 40)], ids=["some", "in all layers"])
+def test_windows_have_slots_of_their_own(windows: tuple[int | None, ...]) -> None:
+    """A window for every 4,096 tokens."""
+    facts = host_facts(host_cache_gib=0.25)
+    layers = (windows * facts.spec.num_layers)[: facts.spec.num_layers]
+    facts = replace(facts, shape=replace(facts.shape, windows=layers, window_pages=True))
+    sizes = rank_memory.cache_sizes(facts, OneRank())
+    storage = rank_memory.make_storage(facts, sizes)
+    page_bytes, window_bytes = storage.page_bytes(), storage.page_bytes(window_pages=True)
+    span = 3  # of 40 positions over pages of 16
+    taken = sizes.host.num_slots * page_bytes + sizes.host.num_window_slots * window_bytes
+    assert 2**28 - page_bytes - window_bytes < taken <= 2**28
+    assert sizes.host.num_slots // 256 == sizes.host.num_window_slots // span > 10
+    assert sizes.host.num_state_slots == 0
+    few = replace(sizes, host=HostSizes(4, 3, 0))
+    slots = rank_memory.make_host_slots(facts, few, storage, None)
+    assert slots is not None and slots.window_pages is not None
+    assert (slots.pages is None) == (None not in windows)
 
 
 def test_too_little_main_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     facts = host_facts(host_cache_gib=0.25)
     page_bytes = bytes_per_page(facts.shape, 16, torch.float32)
     tiny = host_facts(host_cache_gib=page_bytes / 2**31)
-    with pytest.raises(ConfigError, match=f"no room for a page of 16 .* takes {page_bytes:,} byt"):
+    with pytest.raises(ConfigError, match=f"no room for a page of 16 .* take {page_bytes:,} byt"):
         rank_memory.cache_sizes(tiny, OneRank())
     sizes = rank_memory.cache_sizes(facts, OneRank())
     storage = rank_memory.make_storage(facts, sizes)
@@ -165,9 +184,8 @@ def test_too_little_main_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         raise MemoryError("it cannot be pinned")
 
     monkeypatch.setattr(facts.device, "host_memory", no_memory)
-    message = (
-        f"{sizes.num_host_slots} pages of {page_bytes:,} bytes and 0 snapshots .*: it cannot be pi"
-    )
+    needed = page_bytes * sizes.host.num_slots
+    message = f"host_cache_gib=0.25: {needed:,} bytes on this rank: it cannot be pinned"
     with pytest.raises(ConfigError, match=message):
         rank_memory.make_host_slots(facts, sizes, storage, None)
 

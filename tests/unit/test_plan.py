@@ -110,11 +110,15 @@ def test_copies_to_and_from_main_memory_take_no_words_if_there_are_none() -> Non
     assert len(encode_plan(EMPTY_PLAN)) == 2 * (1 + num_arrays)
     one = np.array([5], np.int32)
     for name in ("host_saves", "host_loads"):
-        for copies in (HostCopies(one, one), HostCopies(snapshots=one, state_slots=one)):
+        for copies in (
+            HostCopies(one, one),
+            HostCopies(window_pages=one, window_slots=one),
+            HostCopies(snapshots=one, state_slots=one),
+        ):
             parts: dict[str, Any] = {name: copies}
             plan = StepPlan(step=2**63 - 1, **parts)
             words = encode_plan(plan)
-            assert len(words) == 2 * (1 + num_arrays + 8) + 2
+            assert len(words) == 2 * (1 + num_arrays + 12) + 2
             assert_same(decode_plan(words), plan)
 
 

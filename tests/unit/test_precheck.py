@@ -253,25 +253,6 @@ def test_windows_in_all_layers_share_no_pages(folder: Path) -> None:
         checked_spec(replace(options, max_sequence_length=65), folder, "cpu")
 
 
-def test_prefixes_whose_pages_are_not_all_that_they_need_stay_out_of_main_memory(
-    folder: Path,
-) -> None:
-    options = EngineOptions(load_format="dummy", host_cache_gib=0.01, max_sequence_length=64)
-    checked_spec(options, folder, "cpu")
-    config = json.loads((folder / "config.json").read_text())
-    mistral = {**config, "architectures": ["MistralForCausalLM"], "sliding_window": 64}
-    (folder / "config.json").write_text(json.dumps(mistral))
-    checked_spec(options, folder, "cpu")
-    message = (
-        "host_cache_gib=0.01: pages of layers with windows, .* max_sequence_length is at most 64"
-    )
-    with pytest.raises(ConfigError, match=message):
-        checked_spec(replace(options, max_sequence_length=65), folder, "cpu")
-    hybrid = {**SHAPES["qwen3.6-27b"], "num_hidden_layers": 4, "vocab_size": 2048}
-    (folder / "config.json").write_text(json.dumps(hybrid))
-    checked_spec(options, folder, "cpu")  # states go there, too
-
-
 def test_main_memory_holds_the_prefixes_of_all_replicas(folder: Path) -> None:
     """Beside all else that is there on a CPU."""
     gib = HostMemory.now().total / 2**30

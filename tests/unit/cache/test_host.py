@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minisgl_backend.cache.host import HostCache
-from minisgl_backend.plan import NO_SNAPSHOT
+from minisgl_backend.cache.host_windows import HostWindows
+from minisgl_backend.plan import NO_PAGE, NO_SNAPSHOT
 from minisgl_backend.request import IntArray
 from tests.fakes.executor import tokens_of
 
@@ -35,7 +36,7 @@ def saves(host: HostCache) -> dict[int, int]:
 def found(host: HostCache, pattern: str, salt: str = "", rest: int = 1) -> list[int]:
     prefix = tokens(pattern, rest)
     slots: list[int] = host.match(prefix, salt).slots.tolist()
-    assert host.match_length(prefix, salt) == len(slots) * SIZE
+    assert host.keeps_windows or host.match_length(prefix, salt) == len(slots) * SIZE
     return slots
 
 
@@ -122,7 +123,7 @@ def saved_states(host: HostCache) -> dict[int, int]:
 
 def test_a_prefix_is_found_up_to_the_last_states() -> None:
     host = with_states(8, 4)
-    host.save(tokens("abcd"), "", pages(1, 2, 3, 4), [(1, 70), (3, 71), (5, 72)])
+    host.save(tokens("abcd"), "", pages(1, 2, 3, 4), snapshots=[(1, 70), (3, 71), (5, 72)])
     slots = saved_states(host)
     assert slots.keys() == {70, 71}, "there are no pages before the third"
     assert host.num_used == 4
@@ -131,17 +132,17 @@ def test_a_prefix_is_found_up_to_the_last_states() -> None:
         assert (len(prefix.slots), prefix.state_slot) == (num_pages, slots[snapshot])
     assert host.match(tokens("abc", rest=0), "").state_slot == slots[70]
     assert host.match(tokens("xbc"), "").state_slot == NO_SNAPSHOT
-    host.save(tokens("abcd"), "", pages(5, 6, 7, 8), [(1, 80), (3, 81), (4, 82)])
+    host.save(tokens("abcd"), "", pages(5, 6, 7, 8), snapshots=[(1, 80), (3, 81), (4, 82)])
     assert saved_states(host).keys() == {82}, "others are kept already"
 
 
 def test_the_least_recently_used_states_make_room() -> None:
     host = with_states(8, 2)
-    host.save(tokens("ab"), "", pages(1, 2), [(1, 70), (2, 71)])
+    host.save(tokens("ab"), "", pages(1, 2), snapshots=[(1, 70), (2, 71)])
     assert saved_states(host).keys() == {70, 71}
     assert len(found(host, "ax")) == 1  # more recent now
     assert saved_states(host) == {}
-    host.save(tokens("q"), "", pages(3), [(1, 72)])
+    host.save(tokens("q"), "", pages(3), snapshots=[(1, 72)])
     assert saved_states(host).keys() == {72}
     assert [len(found(host, each)) for each in ("ab", "ax", "q")] == [1, 1, 1]
     assert host.num_used == 3, "pages stay without states"
@@ -149,23 +150,98 @@ def test_the_least_recently_used_states_make_room() -> None:
 
 def test_a_state_slot_that_is_matched_is_not_saved_to_in_the_same_plan() -> None:
     host = with_states(8, 1)
-    host.save(tokens("a"), "", pages(1), [(1, 70)])
+    host.save(tokens("a"), "", pages(1), snapshots=[(1, 70)])
     slots = saved_states(host)
     assert host.match(tokens("a"), "").state_slot == slots[70]
-    host.save(tokens("b"), "", pages(2), [(1, 71)])
+    host.save(tokens("b"), "", pages(2), snapshots=[(1, 71)])
     assert saved_states(host) == {}
-    host.save(tokens("c"), "", pages(3), [(1, 72)])  # in the next one it is
+    host.save(tokens("c"), "", pages(3), snapshots=[(1, 72)])  # in the next one it is
     assert saved_states(host) == {72: slots[70]}
 
 
 def test_evicted_pages_lose_their_states() -> None:
     host = with_states(2, 2)
-    host.save(tokens("ab"), "", pages(1, 2), [(1, 70), (2, 71)])
-    host.save(tokens("xy"), "", pages(3, 4), [(2, 72)])
+    host.save(tokens("ab"), "", pages(1, 2), snapshots=[(1, 70), (2, 71)])
+    host.save(tokens("xy"), "", pages(3, 4), snapshots=[(2, 72)])
     assert saved_states(host).keys() >= {72}
     assert [len(found(host, each)) for each in ("ab", "xy")] == [0, 2]
     fresh = host.emptied()
     assert (fresh.num_state_slots, fresh.num_used, found(fresh, "xy")) == (2, 0, [])
+
+
+SPAN = 2
+
+
+def with_windows(num_slots: int, num_window_slots: int) -> HostCache:
+    windows = HostWindows(num_window_slots, num_slots=num_slots, span=SPAN)
+    return HostCache(num_slots, SIZE, windows=windows)
+
+
+def saved_windows(host: HostCache) -> dict[int, int]:
+    """The window slots of window pages that a plan saves."""
+    taken = host.take_saves()
+    host.check()
+    assert len({*taken.window_slots.tolist()}) == len(taken.window_slots), "each is written once"
+    return dict(zip(taken.window_pages.tolist(), taken.window_slots.tolist(), strict=True))
+
+
+def test_a_prefix_is_found_up_to_the_last_window() -> None:
+    host = with_windows(9, 6)
+    host.save(
+        tokens("abcdef"),
+        "",
+        pages(1, 2, 3, 4, 5, 6),
+        window_pages=pages(71, NO_PAGE, 73, 74, 75, NO_PAGE),
+    )
+    slots = saved_windows(host)
+    assert slots.keys() == {71, 73, 74, 75}
+    for pattern, num_pages, window in (
+        ("abcdef", 5, [74, 75]),
+        ("abcd", 4, [73, 74]),
+        ("abc", 1, [71]),  # before the third there is one page with a window page
+        ("x", 0, []),
+    ):
+        prefix = host.match(tokens(pattern), "")
+        assert len(prefix.slots) == num_pages
+        assert prefix.window_slots.tolist() == [slots[page] for page in window]
+    host.save(tokens("ab"), "", pages(1, 2), window_pages=pages(81, 82))
+    assert saved_windows(host).keys() == {82}, "others are kept already"
+    assert len(host.match(tokens("abcdef"), "").slots) == 5
+
+
+def test_the_least_recently_used_window_pages_make_room() -> None:
+    host = with_windows(9, 3)
+    host.save(tokens("ab"), "", pages(1, 2), window_pages=pages(71, 72))
+    host.save(tokens("x"), "", pages(3), window_pages=pages(73))
+    assert saved_windows(host).keys() == {71, 72, 73}
+    assert len(found(host, "ab")) == 2  # more recent now
+    assert saved_windows(host) == {}
+    host.save(tokens("q"), "", pages(4), window_pages=pages(74))
+    assert saved_windows(host).keys() == {74}
+    assert [len(found(host, each)) for each in ("ab", "x", "q")] == [2, 0, 1]
+    assert host.num_used == 4, "pages stay without window pages"
+
+
+def test_a_window_slot_that_is_matched_is_not_saved_to_in_the_same_plan() -> None:
+    host = with_windows(9, 1)
+    host.save(tokens("a"), "", pages(1), window_pages=pages(71))
+    slots = saved_windows(host)
+    assert host.match(tokens("a"), "").window_slots.tolist() == [slots[71]]
+    host.save(tokens("b"), "", pages(2), window_pages=pages(72))
+    assert saved_windows(host) == {}
+    host.save(tokens("c"), "", pages(3), window_pages=pages(73))
+    host.save(tokens("d"), "", pages(4), window_pages=pages(74))
+    assert saved_windows(host) == {74: slots[71]}, "the newer page"
+
+
+def test_evicted_pages_lose_their_window_pages() -> None:
+    host = with_windows(2, 4)
+    host.save(tokens("ab"), "", pages(1, 2), window_pages=pages(71, 72))
+    host.save(tokens("xy"), "", pages(3, 4), window_pages=pages(73, 74))
+    saved_windows(host)
+    assert [len(found(host, each)) for each in ("ab", "xy")] == [0, 2]
+    fresh = host.emptied()
+    assert (fresh.num_used, found(fresh, "xy"), fresh.keeps_windows) == (0, [], True)
 
 
 @settings(max_examples=100, deadline=None)

@@ -14,7 +14,7 @@ from minisgl_backend.device.cpu import CpuDevice
 from minisgl_backend.execution import host_pages
 from minisgl_backend.execution.host_pages import HostPages
 from minisgl_backend.execution.storage import KVStorage, bytes_per_page
-from minisgl_backend.plan import HostCopies
+from minisgl_backend.request import IntArray
 
 NUM_PAGES = 9
 PLAIN = AttentionShape(
@@ -31,10 +31,10 @@ SHAPES = {
 }
 
 
-def copies(*pairs: tuple[int, int]) -> HostCopies:
-    """Of pairs of a page and a slot."""
+def copies(*pairs: tuple[int, int]) -> tuple[IntArray, IntArray]:
+    """Pages and slots, of pairs of a page and a slot."""
     pages, slots = np.array(pairs, np.int32).T
-    return HostCopies(pages, slots)
+    return pages, slots
 
 
 def contents(storage: KVStorage) -> list[Tensor]:
@@ -56,8 +56,8 @@ def test_pages_return_as_they_were(
     storage = KVStorage(
         shape, num_pages=NUM_PAGES, page_size=4, dtype=dtype, device=device.torch_device
     )
-    assert storage.page_bytes == bytes_per_page(shape, 4, dtype)
-    monkeypatch.setattr(host_pages, "_STAGED_BYTES", staged_pages * storage.page_bytes)
+    assert storage.page_bytes() == bytes_per_page(shape, 4, dtype)
+    monkeypatch.setattr(host_pages, "_STAGED_BYTES", staged_pages * storage.page_bytes())
     host = HostPages(storage, device, num_slots=5)
     for tensor in contents(storage):
         assert not tensor.any()
@@ -66,10 +66,10 @@ def test_pages_return_as_they_were(
     before = contents(storage)
 
     def steps() -> None:
-        host.save(copies((3, 4), (0, 0), (8, 1), (1, 2)))
+        host.save(*copies((3, 4), (0, 0), (8, 1), (1, 2)))
         storage.clear(torch.tensor([0, 3, 8]))
-        host.save(copies((2, 4)))
-        host.load(copies((5, 0), (0, 1), (7, 4)))
+        host.save(*copies((2, 4)))
+        host.load(*copies((5, 0), (0, 1), (7, 4)))
 
     device.submit(steps).result()
     device.close()
@@ -80,6 +80,41 @@ def test_pages_return_as_they_were(
                 assert not found[page].any()
             else:
                 assert torch.equal(found[page], was[came_from.get(page, page)])
+
+
+def test_window_pages_return_as_they_were() -> None:
+    """Pages of the other layers stay as they are."""
+    shape = replace(PLAIN, windows=(None, 5, 5), window_pages=True)
+    device = CpuDevice()
+    storage = KVStorage(
+        shape,
+        num_pages=NUM_PAGES,
+        page_size=4,
+        dtype=torch.float32,
+        device=device.torch_device,
+        num_window_pages=6,
+    )
+    page_bytes = bytes_per_page(shape, 4, torch.float32, window_pages=True)
+    assert storage.page_bytes(window_pages=True) == page_bytes == 2 * storage.page_bytes()
+    host = HostPages(storage, device, num_slots=3, window_pages=True)
+    for pages in storage.pages:
+        pages.copy_(torch.randn(pages.shape))
+    before = contents(storage)
+
+    def steps() -> None:
+        host.save(*copies((3, 2), (0, 1)))
+        storage.clear(torch.tensor([0, 3]), window_pages=True)
+        host.load(*copies((5, 2), (0, 1)))
+
+    device.submit(steps).result()
+    device.close()
+    (of_all, of_windows), found = before, contents(storage)
+    assert torch.equal(found[0], of_all)
+    for page, expected in enumerate((0, 1, 2, None, 4, 3, 6)):
+        if expected is None:
+            assert not found[1][page].any()
+        else:
+            assert torch.equal(found[1][page], of_windows[expected])
 
 
 def test_consecutive_slots_are_one_copy() -> None:

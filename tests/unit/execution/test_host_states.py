@@ -10,15 +10,12 @@ from torch import Tensor
 
 from minisgl_backend.device.cpu import CpuDevice
 from minisgl_backend.errors import InvariantError
-from minisgl_backend.execution.host_pages import HostPages
 from minisgl_backend.execution.host_slots import HostSlots
 from minisgl_backend.execution.host_states import HostStates
 from minisgl_backend.execution.states import StateStorage
-from minisgl_backend.execution.storage import KVStorage
 from minisgl_backend.models.recurrent_spec import ConvSpec, DeltaSpec, RecurrentSpec
 from minisgl_backend.plan import HostCopies
 from tests.unit.execution.test_flat_batch import ints
-from tests.unit.execution.test_host_pages import PLAIN
 
 SHAPES: dict[str, RecurrentSpec] = {
     "delta": DeltaSpec(
@@ -69,10 +66,7 @@ def states(*pairs: tuple[int, int]) -> HostCopies:
 def test_states_return_as_they_were(shape: RecurrentSpec) -> None:
     device = CpuDevice()
     storage = storage_of(shape, device.torch_device)
-    pages = KVStorage(
-        PLAIN, num_pages=2, page_size=4, dtype=torch.float32, device=device.torch_device
-    )
-    host = HostSlots(HostPages(pages, device, 1), HostStates(storage, device, num_slots=3))
+    host = HostSlots(states=HostStates(storage, device, num_slots=3))
     before = contents(storage)
 
     def steps() -> None:
@@ -94,13 +88,10 @@ def test_states_return_as_they_were(shape: RecurrentSpec) -> None:
             assert all(map(torch.equal, found, expected[number]))
 
 
-def test_states_that_are_not_kept() -> None:
-    device = CpuDevice()
-    pages = KVStorage(
-        PLAIN, num_pages=2, page_size=4, dtype=torch.float32, device=device.torch_device
-    )
-    host = HostSlots(HostPages(pages, device, 1))
+def test_what_has_no_slots() -> None:
+    host = HostSlots()
     for copy in (host.save, host.load):
-        with pytest.raises(InvariantError, match="copies 1 states, and none are kept"):
-            copy(states((0, 0)))
-    device.close()
+        for copies in (states((0, 0)), HostCopies(window_pages=ints(0), window_slots=ints(0))):
+            with pytest.raises(InvariantError, match="to or from 1 slots that are none"):
+                copy(copies)
+        copy(HostCopies(ints(0), ints(0)))  # pages that are only numbers

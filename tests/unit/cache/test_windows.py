@@ -135,6 +135,56 @@ def test_suspect_window_pages_are_cleared_before_they_are_granted_again() -> Non
     assert len(windows_of(cache.emptied()).take_broken()) == 3
 
 
+def test_a_lease_may_go_on_after_pages_that_it_loads() -> None:
+    """It lets go of what the new window does not reach; no window pages are granted in between."""
+    cache = cache_of(8)
+    windows = windows_of(cache)
+    cache.release(compute(cache, prompt(1, 2, 3)))
+    tokens = prompt(1, 2, 3, 4, 5, 6, 7)
+    lease = cache.acquire(tokens, "")
+    assert (lease.num_shared, lease.window_begin, lease.window_end) == (3, 1, 3)
+    windows.seat(lease, 5, ())
+    assert cache.grow(lease, len(tokens))
+    table(cache)
+    assert windows.resume(lease, 4) == range(3, 4)
+    assert (lease.window_begin, lease.window_end) == (2, 4)
+    (loaded,) = windows.pages_of(lease, range(3, 4)).tolist()
+    assert table(cache) == {(5, 1): NO_PAGE, (5, 3): loaded}
+    assert windows.resume(lease, 7) == range(5, 7)
+    entries = table(cache)
+    assert {index for (_, index), page in entries.items() if page != NO_PAGE} == {5, 6}
+    cache.check()
+    cache.release(lease)
+    cache.check()
+
+
+def test_a_lease_does_not_go_on_without_window_pages() -> None:
+    cache = cache_of(4)
+    windows = windows_of(cache)
+    held = compute(cache, prompt(1, 2, 3))
+    lease = cache.acquire(prompt(7, 8, 9), "")
+    windows.seat(lease, 1, ())
+    assert cache.grow(lease, 13)
+    assert windows.resume(lease, 3) is None
+    assert (lease.window_begin, lease.window_end) == (0, 0)
+    cache.release(held)
+    assert windows.resume(lease, 3) == range(1, 3)
+    cache.check()
+
+
+def test_finite_window_pages_that_are_worth_keeping() -> None:
+    cache = cache_of(12)
+    windows = windows_of(cache)
+    lease = compute(cache, prompt(1, 2, 3, 4, 5, 6, 7, 8), keeps=(3, 9))
+    pages = np.array(lease.pages, np.int32)
+    kept = windows.worth_keeping(lease, 8)
+    assert np.flatnonzero(kept != NO_PAGE).tolist() == [1, 2, 6, 7]
+    assert kept[[6, 7]].tolist() == windows.pages_of(lease, range(6, 8)).tolist()
+    windows.suspect(pages[[2, 7]])
+    assert np.flatnonzero(windows.worth_keeping(lease, 8) != NO_PAGE).tolist() == [1, 6]
+    assert windows.worth_keeping(lease, 0).tolist() == []
+
+
 def test_an_emptied_cache_clears_the_lines_of_lost_leases() -> None:
     cache = cache_of(8)
     compute(cache, prompt(1, 2), line=5)

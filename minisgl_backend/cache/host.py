@@ -31,7 +31,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from minisgl_backend.cache.host_windows import HostWindows
+from minisgl_backend.cache.host_windows import HostWindows, taken
 from minisgl_backend.cache.pages import PagePool
 from minisgl_backend.cache.radix import Node, RadixTree, salt_key
 from minisgl_backend.cache.tree_snapshots import TreeSnapshots
@@ -158,9 +158,7 @@ class HostCache:
         self._matched.clear()
         self._matched_states.clear()
         of_windows = (EMPTY, EMPTY) if self._windows is None else self._windows.take_saves()
-        copies = HostCopies(*_columns(self._pending), *of_windows, *_columns(self._pending_states))
-        self._pending.clear()
-        self._pending_states.clear()
+        copies = HostCopies(*taken(self._pending), *of_windows, *taken(self._pending_states))
         return NO_HOST_COPIES if copies.is_empty else copies
 
     def emptied(self) -> HostCache:
@@ -209,11 +207,3 @@ class HostCache:
             self._pool.free(evicted)
             if self._watch is not None:
                 self._watch.left(evicted)
-
-
-def _columns(pending: dict[int, int]) -> tuple[IntArray, IntArray]:
-    """What is saved, and the slots that it goes to, int32[num_copies] each."""
-    if not pending:
-        return EMPTY, EMPTY
-    sources, slots = list(pending.values()), list(pending)
-    return np.array(sources, dtype=np.int32), np.array(slots, dtype=np.int32)

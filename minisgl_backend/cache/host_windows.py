@@ -37,11 +37,6 @@ class HostWindows:
         self._spared: set[int] = set()  # slots that were matched since the last plan
         self._pending: dict[int, int] = {}  # window pages to save, by window slot
 
-    @property
-    def num_used(self) -> int:
-        """Number of window slots that hold a window page."""
-        return len(self._recency)
-
     def usable(self, slots: IntArray) -> int:
         """Number of ``slots``, the first ones of a sequence, after which it can go on."""
         return usable_length(self._attached[slots], self.span)
@@ -65,11 +60,11 @@ class HostWindows:
                 continue
             if not self._pool.num_free and not self._evict_oldest():
                 return
-            (taken,) = self._pool.allocate(1).tolist()
-            self._attached[slot] = taken
+            (window_slot,) = self._pool.allocate(1).tolist()
+            self._attached[slot] = window_slot
             self._recency[slot] = None
             # one that was to be saved to, and was evicted before, gets the newer page
-            self._pending[taken] = int(window_pages[index])
+            self._pending[window_slot] = int(window_pages[index])
 
     def drop(self, slots: IntArray) -> None:
         """Detach the window slots of ``slots``, which become free."""
@@ -80,11 +75,7 @@ class HostWindows:
         """The window pages that the plan that is being made must save, and their window slots; it
         is complete."""
         self._spared.clear()
-        if not self._pending:
-            return EMPTY, EMPTY
-        pages, slots = list(self._pending.values()), list(self._pending)
-        self._pending.clear()
-        return np.array(pages, dtype=np.int32), np.array(slots, dtype=np.int32)
+        return taken(self._pending)
 
     def emptied(self) -> HostWindows:
         """New window slots, all of them free."""
@@ -114,3 +105,13 @@ class HostWindows:
         del self._recency[slot]
         self._pool.free(self._attached[slot : slot + 1].copy())
         self._attached[slot] = NO_PAGE
+
+
+def taken(pending: dict[int, int]) -> tuple[IntArray, IntArray]:
+    """What is to be saved and the slots that it goes to, int32[num_copies] each, of ``pending``,
+    which has the former by slot and is emptied."""
+    if not pending:
+        return EMPTY, EMPTY
+    sources, slots = list(pending.values()), list(pending)
+    pending.clear()
+    return np.array(sources, dtype=np.int32), np.array(slots, dtype=np.int32)

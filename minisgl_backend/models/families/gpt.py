@@ -104,6 +104,8 @@ def read_gpt_bigcode(config: ConfigReader) -> ModelSpec:
 def read_gptj(config: ConfigReader) -> ModelSpec:
     """``GPTJForCausalLM``: a rotation of ``rotary_dim`` dimensions instead of learned positions,
     attention and feed-forward side by side, and a head with biases."""
+    # a head with biases is none that the embedding could be
+    check_supported(config, {"tie_word_embeddings": False})
     config = config.with_defaults(n_positions=2048, n_embd=4096, n_layer=28, n_head=16)
     fields = _gpt_fields(config.with_defaults(vocab_size=50_400))
     if "rotary_dim" in config.nulls:
@@ -112,7 +114,7 @@ def read_gptj(config: ConfigReader) -> ModelSpec:
     fields["rope"] = replace(fields["rope"], interleaved=True, rotated=rotated)
     return ModelSpec(
         architecture="GPTJForCausalLM",
-        biases=BiasesSpec(mlp=True, head=not fields["tie_embeddings"]),
+        biases=BiasesSpec(mlp=True, head=True),
         parallel="parts",
         names=TensorNames(renamed=_RENAMED, buffers=_MASKS),
         **fields,

@@ -29,7 +29,8 @@ _NAMES_OF_PHI2: Final = TensorNames(
 def read_phi(config: ConfigReader) -> ModelSpec:
     """``PhiForCausalLM``, Phi 1.5 and 2: attention and feed-forward on the same LayerNorm, side by
     side, heads that rotate in part, and biases everywhere, also of the head."""
-    check_supported(config, {"qk_layernorm": False})
+    # a head with biases is none that the embedding could be
+    check_supported(config, {"qk_layernorm": False, "tie_word_embeddings": False})
     config = config.with_defaults(
         vocab_size=51_200,
         hidden_size=2048,
@@ -42,10 +43,9 @@ def read_phi(config: ConfigReader) -> ModelSpec:
     function = read_activation(config, "hidden_act", "gelu_new")
     fields = common_fields(config.with_values(hidden_act="silu"), partial=True)
     fields["norms"] = layer_norms(config, "layer_norm_eps")
-    has_head = not fields["tie_embeddings"]
     return ModelSpec(
         architecture="PhiForCausalLM",
-        biases=BiasesSpec(qkv=True, output=True, mlp=True, head=has_head),
+        biases=BiasesSpec(qkv=True, output=True, mlp=True, head=True),
         parallel="parts",
         gate=None,
         activation=function,

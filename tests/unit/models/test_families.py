@@ -2005,6 +2005,8 @@ def test_parts_side_by_side_of_older_models() -> None:
     assert 6.0 < spec.num_parameters / 1e9 < 6.1
     with pytest.raises(ConfigError, match="rotary_dim must be a number"):
         parse_spec({**GPT_J_6B, "rotary_dim": None})
+    with pytest.raises(ConfigError, match="tie_word_embeddings True is not supported"):
+        parse_spec({**GPT_J_6B, "tie_word_embeddings": True})
 
     spec = parse_spec(PYTHIA_1_4B)
     assert spec.parallel == "normed parts" and spec.rope.rotated == 0.25
@@ -2017,6 +2019,8 @@ def test_parts_side_by_side_of_older_models() -> None:
     assert 2.7 < spec.num_parameters / 1e9 < 2.8
     with pytest.raises(ConfigError, match="qk_layernorm True is not supported"):
         parse_spec({**PHI_2, "qk_layernorm": True})
+    with pytest.raises(ConfigError, match="tie_word_embeddings True is not supported"):
+        parse_spec({**PHI_2, "tie_word_embeddings": True})
 
     spec = parse_spec(STABLELM_2_1_6B)
     assert spec.gate == "silu" and spec.biases == BiasesSpec(qkv=True) and spec.parallel is None

@@ -55,13 +55,14 @@ def test_every_id_of_the_model_is_one_of_the_tokenizer(
         "glm-5": 154_880,
         "deepseek-v2": 102_400,
         "deepseek-v3.2": 129_280,
+        "hy4": 120_832,
         "olmo-hybrid": 100_352,
         "kimi-linear": 163_840,
         "ling-3.0": 157_184,
     }
     family = "-".join(shape.split("-")[: 1 if shape.startswith("qwen") else 2])
     assert spec.vocab_size == vocab_sizes[family]
-    mixtures = ("gpt-oss", "glm-4.7", "glm-5", "deepseek-v2", "deepseek-v3.2", "ling-3.0")
+    mixtures = ("gpt-oss", "glm-4.7", "glm-5", "deepseek-v2", "deepseek-v3.2", "hy4", "ling-3.0")
     has_experts = family in mixtures
     assert (spec.moe is not None) == (bool(re.search(r"-a\d+b$", shape)) or has_experts)
     recurrent = (

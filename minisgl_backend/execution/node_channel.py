@@ -27,6 +27,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -154,6 +155,7 @@ class OtherNodes:
         self._silence_s = silence_s
         self._limit_s = _START_SILENCE_S
         self._peers: dict[int, NodePeer] = {}
+        self._welcomed: dict[socket.socket, int] = {}  # ranks that are not in ``_peers`` yet
         self._store_port = 0
         self._changed = threading.Condition()
         self._handshakes = threading.Semaphore(_MOST_HANDSHAKES)
@@ -282,7 +284,7 @@ class OtherNodes:
 
     def _greet(self, connection: socket.socket, host: str) -> None:
         try:
-            place = answer(connection, self._secret, self._judge)
+            place = answer(connection, self._secret, partial(self._judge, connection))
             if place is not None:
                 prepare(connection)
                 self._enter(place, connection)
@@ -290,24 +292,32 @@ class OtherNodes:
         except OSError as error:
             logger.warning("a caller from %s was sent away: %s", host, error)
         finally:
+            with self._changed:
+                self._welcomed.pop(connection, None)
             self._handshakes.release()
         connection.close()
 
-    def _judge(self, place: NodePlace) -> Reply | Welcome:
+    def _judge(self, connection: socket.socket, place: NodePlace) -> Reply | Welcome:
         local_size = self._place.local_size
         num_nodes = self._place.size // local_size
         fits = 0 < place.node < num_nodes and place.index < local_size
         if place.num_nodes != num_nodes or not fits:
             return Reply.WRONG_PLACE
+        rank = self._rank(place)
         with self._changed:
-            if place.node * local_size + place.index in self._peers or self._report is not None:
+            is_taken = rank in self._peers or rank in self._welcomed.values()
+            if is_taken or self._report is not None:
                 return Reply.TAKEN
+            self._welcomed[connection] = rank
         return Welcome(self._place.size, local_size, self._store_port)
 
+    def _rank(self, place: NodePlace) -> int:
+        return place.node * self._place.local_size + place.index
+
     def _enter(self, place: NodePlace, connection: socket.socket) -> None:
-        peer = NodePeer(place.node * self._place.local_size + place.index, place.node, connection)
+        peer = NodePeer(self._rank(place), place.node, connection)
         with self._changed:
-            is_late = self._report is not None or self._is_closed or peer.rank in self._peers
+            is_late = self._report is not None or self._is_closed
             if not is_late:
                 self._peers[peer.rank] = peer
                 self._changed.notify_all()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.execution.followers import Followers
 from minisgl_backend.execution.node_channel import OtherNodes
-from minisgl_backend.execution.node_handshake import NodePlace, NotYet, Welcome, knock
+from minisgl_backend.execution.node_handshake import NodePlace, NotYet, Welcome, knock, prepare
 from minisgl_backend.parallel.place import RankPlace
 from minisgl_backend.request import SamplingParams
 from minisgl_check.machines import Machine, OtherNode, can_have_machines, free_port, machine
@@ -435,14 +436,14 @@ def test_a_rank_comes_once_and_again_when_it_was_lost() -> None:
     with gathering(4) as (nodes, place, causes), ThreadPoolExecutor(1) as pool:
         gathered = pool.submit(nodes.gather, 1234, 60, causes.append)
         secret = SECRET.encode()
-        first = connected(place)
-        assert knock(first, secret, NodePlace(2, 1, 0)) == Welcome(4, 2, 1234)
-        with connected(place) as twice, pytest.raises(NotYet, match="node 0 has a node 1 already"):
-            knock(twice, secret, NodePlace(2, 1, 0))
-        for wrong in (NodePlace(3, 1, 0), NodePlace(2, 2, 0), NodePlace(2, 0, 0)):
-            with connected(place) as caller, pytest.raises(ConfigError, match="no place for node"):
-                knock(caller, secret, wrong)
-        first.close()
+        taken = "node 0 has a node 1 already"
+        with connected(place) as first:
+            assert knock(first, secret, NodePlace(2, 1, 0)) == Welcome(4, 2, 1234)
+            with connected(place) as twice, pytest.raises(NotYet, match=taken):
+                knock(twice, secret, NodePlace(2, 1, 0))
+            for wrong in (NodePlace(3, 1, 0), NodePlace(2, 2, 0), NodePlace(2, 0, 0)):
+                with connected(place) as caller, pytest.raises(ConfigError, match="no place for"):
+                    knock(caller, secret, wrong)
 
         def comes_again() -> bool:
             caller = connected(place)
@@ -464,6 +465,26 @@ def test_a_rank_comes_once_and_again_when_it_was_lost() -> None:
         wait_until(lambda: "rank 2, on node 1, is silent for 1 s" in causes)
         for caller in others:
             caller.close()
+
+
+def test_a_place_is_taken_as_soon_as_its_rank_is_welcome(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though rank 0 has only told it so."""
+    may_enter = threading.Event()
+
+    def prepare_late(connection: socket.socket) -> None:
+        assert may_enter.wait(60)
+        prepare(connection)
+
+    monkeypatch.setattr("minisgl_backend.execution.node_channel.prepare", prepare_late)
+    with gathering() as (nodes, place, causes), ThreadPoolExecutor(1) as pool:
+        gathered = pool.submit(nodes.gather, 1234, 60, causes.append)
+        with connected(place) as first:
+            knock(first, SECRET.encode(), NodePlace(2, 1, 0))
+            with connected(place) as twice, pytest.raises(NotYet):
+                knock(twice, SECRET.encode(), NodePlace(2, 1, 0))
+            may_enter.set()
+            assert len(gathered.result(60)) == 1
+            assert not causes
 
 
 def test_nodes_that_do_not_come_are_named() -> None:
